@@ -1,0 +1,155 @@
+"""The torch reference: exact arithmetic, and its own reading of the packed format."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moepack.errors import PackedFormatError, UnsupportedError
+from moepack.reference import exact
+from moepack.reference.arithmetic import exp, fma, quantize_activations
+from moepack.reference.blobs import decode
+
+finite_fp32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def round_to_fp32(value: Fraction) -> float:
+    """The fp32 nearest to an exact number, ties to even, from integers alone."""
+    if value == 0:
+        return 0.0
+    magnitude = abs(value)
+    exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
+    exponent -= magnitude < Fraction(2) ** exponent
+    step = Fraction(2) ** (max(exponent, -126) - 23)
+    rounded = round(magnitude / step) * step  # Fraction rounds half to even
+    result = math.inf if rounded >= Fraction(2) ** 128 else float(rounded)
+    return math.copysign(result, value)
+
+
+@settings(max_examples=400, deadline=None)
+@given(finite_fp32, finite_fp32, finite_fp32)
+def test_fma_rounds_once(a: float, b: float, c: float) -> None:
+    expected = round_to_fp32(Fraction(a) * Fraction(b) + Fraction(c))
+    assert fma(torch.tensor([a]), torch.tensor([b]), torch.tensor([c])).item() == expected
+
+
+def test_fma_where_rounding_twice_is_wrong() -> None:
+    # The product is 2^-24 + 2^-60. 1 + product is just above a tie of fp32; fp64 rounds it onto the tie.
+    a, b, c = (
+        torch.tensor([1 + 2.0**-12]),
+        torch.tensor([(1 - 2.0**-12 + 2.0**-24) * 2.0**-24]),
+        torch.ones(1),
+    )
+    assert (a.double() * b.double() + c.double()).float().item() == 1.0
+    assert fma(a, b, c).item() == 1 + 2.0**-23
+
+
+def test_fma_keeps_infinities_and_nan() -> None:
+    inf, nan = math.inf, math.nan
+    a, b, c = torch.tensor(
+        [[inf, 2.0, inf, nan], [1.0, 3.0, 0.0, 1.0], [1.0, -inf, 1.0, 1.0]]
+    ).unbind(0)
+    result = fma(a, b, c)
+    assert result[:2].tolist() == [inf, -inf] and result[2:].isnan().all()
+
+
+def test_exp_is_within_two_ulp_and_saturates() -> None:
+    x = torch.linspace(-87, 88, 20001)
+    expected = torch.exp(x.double())
+    assert ((exp(x).double() - expected).abs() / expected).max() < 2 * 2.0**-23
+    edge = exp(torch.tensor([0.0, -1e30, 1e30, math.inf, math.nan]))
+    assert edge[0] == 1.0 and edge[1:4].isfinite().all() and edge[4].isnan()
+
+
+def test_quantizing_activations_isolates_what_is_not_finite() -> None:
+    v = torch.ones(1, 300)
+    v[0, 130] = math.nan
+    v[0, 256:] = 2.0**-120
+    codes, scales = quantize_activations(v)
+    assert (
+        codes.shape == (1, 384) and scales[0, 0] == torch.tensor(1.0) / 127 and scales[0, 1].isnan()
+    )
+    assert (codes[0, :128] == 127).all() and (codes[0, 128:] == 0).all() and scales[0, 2] == 0
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**30), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_selected_ids_are_distinct_and_ties_go_to_the_lowest(
+    top_k: int, kept: int, seed: int, grouped: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    palette = torch.tensor([0.0, -0.0, 1.0, -1.0, math.nan, math.inf, -math.inf])
+    choice = palette[torch.randint(0, 7, (5, 12), generator=generator)]
+    ids = exact.select(choice, top_k, 3 if grouped else 1, kept if grouped else 1, "top2sum")
+    for row, selected in zip(choice.tolist(), ids.tolist(), strict=True):
+        assert len(set(selected)) == top_k
+        ranks = [(-math.inf, 1) if math.isnan(row[i]) else (row[i], 0) for i in selected]
+        order = [
+            (math.isnan(row[i]), -row[i] if not math.isnan(row[i]) else 0.0, i) for i in selected
+        ]
+        assert order == sorted(order), ranks
+
+
+def test_a_masked_group_never_wins() -> None:
+    choice = torch.tensor([[-1.0, -2.0, -0.5, -9.0]])  # sums -3 and -9.5: experts 2 and 3 are out
+    assert exact.select(choice, 2, 2, 1, "top2sum").tolist() == [[0, 1]]
+    assert exact.select(choice, 2, 2, 1, "max").tolist() == [[2, 3]]
+
+
+def handmade_blob(codes: list[list[int]], scales: list[list[float]], order: int) -> bytes:
+    """int4, group 32, byte by byte in the words of docs/reference/packed-format.md."""
+    rows, cols = len(codes), len(codes[0])
+    halves = [codes] if order == 0 else [codes[: rows // 2], codes[rows // 2 :]]
+    half_scales = [scales] if order == 0 else [scales[: rows // 2], scales[rows // 2 :]]
+    payload = b""
+    for first in range(0, len(halves[0]), 16):
+        for half, scale in zip(halves, half_scales, strict=True):
+            for group in range(-(-cols // 32)):
+                for k in range(32 * group, 32 * group + 32, 8):
+                    payload += bytes(
+                        (code(half, first + c, k + j) + 8)
+                        | (code(half, first + c, k + 4 + j) + 8) << 4
+                        for c in range(16)
+                        for j in range(4)
+                    )
+                present = [
+                    scale[first + c][group] if first + c < len(scale) else 0.0 for c in range(16)
+                ]
+                payload += struct.pack("<16e", *present)
+    header = struct.pack(
+        "<4sHHIIIiIHH32x", b"MOEP", 1, 1, rows, cols, 32, -3, zlib.crc32(payload), order, 0
+    )
+    return header + payload
+
+
+def code(matrix: list[list[int]], row: int, col: int) -> int:
+    return matrix[row][col] if row < len(matrix) and col < len(matrix[0]) else 0
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize(("rows", "cols"), [(2, 32), (40, 70), (34, 33)])
+def test_decodes_what_the_format_says(order: int, rows: int, cols: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(-8, 8, (rows, cols), generator=generator)
+    scales = torch.rand(rows, -(-cols // 32), generator=generator).half().float()
+    blob = torch.frombuffer(
+        bytearray(handmade_blob(codes.tolist(), scales.tolist(), order)), dtype=torch.uint8
+    )
+    matrix = decode(blob)
+    assert torch.equal(matrix.codes[:, :cols].long(), codes) and torch.equal(matrix.scales, scales)
+    weights = codes.double() * scales.double().repeat_interleave(32, 1)[:, :cols] / 8
+    assert torch.equal(matrix.dequantize(), weights)
+
+
+def test_refuses_foreign_bytes_and_unknown_attributes() -> None:
+    with pytest.raises(PackedFormatError, match="magic"):
+        decode(torch.zeros(352, dtype=torch.uint8))
+    with pytest.raises(UnsupportedError, match="score_func"):
+        exact.score(torch.zeros(1, 2), "tanh")
