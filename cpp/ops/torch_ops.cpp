@@ -1,0 +1,172 @@
+// The operators for torch, on its stable ABI.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <deque>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "arguments.h"
+
+namespace {
+
+using moepack::ops::Call;
+using moepack::ops::TensorArgument;
+using torch::stable::Tensor;
+
+// Reads a boxed call and owns what it has read.
+class TorchStack {
+ public:
+  explicit TorchStack(const StableIValue* stack) : next_(stack) {}
+
+  Tensor value() { return torch::stable::detail::to<Tensor>(*next_++); }
+
+  TensorArgument tensor(const char* name) { return keep(name, value()); }
+  TensorArgument optional_tensor(const char* name) {
+    auto found = torch::stable::detail::to<std::optional<Tensor>>(*next_++);
+    return found ? keep(name, *found) : TensorArgument{name};
+  }
+  std::int64_t integer() { return torch::stable::detail::to<std::int64_t>(*next_++); }
+  double number() { return torch::stable::detail::to<double>(*next_++); }
+  bool flag() { return torch::stable::detail::to<bool>(*next_++); }
+  std::string_view text() { return texts_.emplace_back(torch::stable::detail::to<std::string>(*next_++)); }
+
+  // Contiguous data for every argument of a call that has passed the checks.
+  void fill_data(Call& call) {
+    auto tensor = tensors_.begin();
+    moepack::ops::for_each_given(call, [&tensor](TensorArgument& argument) {
+      if (!tensor->is_contiguous()) *tensor = torch::stable::contiguous(*tensor);
+      argument.data = tensor->const_data_ptr();
+      ++tensor;
+    });
+  }
+
+  const Tensor& x() const { return tensors_.front(); }
+
+  static TensorArgument describe(const char* name, const Tensor& tensor) {
+    TensorArgument argument{name, true};
+    argument.element = static_cast<int>(tensor.scalar_type());
+    const auto sizes = tensor.sizes();
+    argument.rank = static_cast<int>(sizes.size());
+    for (int i = 0; i < argument.rank && i < TensorArgument::kMaxRank; ++i) argument.sizes[i] = sizes[i];
+    return argument;
+  }
+
+ private:
+  TensorArgument keep(const char* name, Tensor tensor) {
+    return describe(name, tensors_.emplace_back(std::move(tensor)));
+  }
+
+  const StableIValue* next_;
+  std::vector<Tensor> tensors_;
+  std::deque<std::string> texts_;
+};
+
+void require(const Call& call, const moepack::Status& status) {
+  if (!status.ok()) throw std::runtime_error(std::string(call.op) + ": " + status.message());
+}
+
+void run_on_torch(void*, int count, void (*body)(void* argument, int i), void* argument) {
+  torch::stable::parallel_for(0, count, 1, [=](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) body(argument, static_cast<int>(i));
+  });
+}
+
+void compute(const Call& call, void* out, const Tensor& like) {
+  const moepack::ParallelFor pool{static_cast<int>(torch::stable::get_num_threads()), run_on_torch, nullptr};
+  constexpr std::uintptr_t kAlignment = 64;
+  const auto bytes = static_cast<std::int64_t>(moepack::ops::workspace_bytes(call, pool.threads) + kAlignment);
+  const Tensor workspace = torch::stable::new_empty(like, {bytes}, torch::headeronly::ScalarType::Byte);
+  const auto start = reinterpret_cast<std::uintptr_t>(workspace.mutable_data_ptr());
+  const auto aligned = (start + kAlignment - 1) / kAlignment * kAlignment;
+  require(call, moepack::ops::run(call, out, reinterpret_cast<void*>(aligned), pool));
+}
+
+Tensor fresh_output(const Tensor& x) { return torch::stable::new_empty(x, x.sizes()); }
+
+Call checked_call(TorchStack& in, bool routed) {
+  Call call = moepack::ops::read_call(in, routed);
+  require(call, moepack::ops::check(call));
+  in.fill_data(call);
+  return call;
+}
+
+template <bool routed>
+void functional(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  TorchStack in(stack);
+  const Call call = checked_call(in, routed);
+  const Tensor out = fresh_output(in.x());
+  compute(call, out.mutable_data_ptr(), in.x());
+  stack[0] = torch::stable::detail::from(out);
+}
+
+bool overlaps(Call& call, const Tensor& out) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(out.const_data_ptr());
+  const auto end = begin + out.numel() * out.element_size();
+  bool found = false;
+  moepack::ops::for_each_given(call, [&](const TensorArgument& argument) {
+    std::int64_t count = 1;
+    for (int i = 0; i < argument.rank; ++i) count *= argument.sizes[i];
+    constexpr std::int64_t kLargestElement = 8;
+    const auto data = reinterpret_cast<std::uintptr_t>(argument.data);
+    found = found || (data < end && begin < data + count * kLargestElement);
+  });
+  return found;
+}
+
+template <bool routed>
+void with_out(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  TorchStack in(stack);
+  Call call = moepack::ops::read_call(in, routed);
+  Tensor out = in.value();
+  require(call, moepack::ops::check(call));
+  require(call, moepack::ops::expect(TorchStack::describe("out", out),
+                                     {static_cast<moepack::ops::Element>(call.x.element)},
+                                     {{"T", call.shape.T}, {"D", call.shape.D}}));
+  in.fill_data(call);
+  if (out.is_contiguous() && !overlaps(call, out)) {
+    compute(call, out.mutable_data_ptr(), in.x());
+  } else {
+    const Tensor whole = fresh_output(in.x());
+    compute(call, whole.mutable_data_ptr(), in.x());
+    torch::stable::copy_(out, whole);
+  }
+  stack[0] = torch::stable::detail::from(out);
+}
+
+// Whoever can call this has the kernels.
+void active(StableIValue* stack, std::uint64_t, std::uint64_t) { stack[0] = torch::stable::detail::from(true); }
+
+}  // namespace
+
+#define MOEPACK_FFN_ARGUMENTS                                                                                       \
+  "Tensor x, Tensor? router_x, Tensor gate_weight, Tensor? gate_bias, Tensor? expert_bias, Tensor packed_w13, "     \
+  "Tensor packed_w2, Tensor? bias13, Tensor? bias2, int num_activated_experts, int hidden_dim, str scheme, "        \
+  "str layout, str score_func, bool norm_topk, float norm_eps, bool norm_clamp, float route_scale, int n_group, "   \
+  "int topk_group, str group_score, str router_dtype, str activation, float act_alpha, float act_limit, "           \
+  "float gate_softcap, float up_softcap, bool limit_after_act, bool weight_on_input"
+#define MOEPACK_EXPERTS_ARGUMENTS                                                                             \
+  "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor packed_w13, Tensor packed_w2, Tensor? bias13, "     \
+  "Tensor? bias2, int hidden_dim, str scheme, str layout, str activation, float act_alpha, float act_limit, " \
+  "float gate_softcap, float up_softcap, bool limit_after_act, bool weight_on_input"
+
+STABLE_TORCH_LIBRARY(moepack, library) {
+  library.def("quantized_moe_ffn(" MOEPACK_FFN_ARGUMENTS ") -> Tensor");
+  library.def("quantized_moe_ffn.out(" MOEPACK_FFN_ARGUMENTS ", *, Tensor(a!) out) -> Tensor(a!)");
+  library.def("quantized_experts(" MOEPACK_EXPERTS_ARGUMENTS ") -> Tensor");
+  library.def("quantized_experts.out(" MOEPACK_EXPERTS_ARGUMENTS ", *, Tensor(a!) out) -> Tensor(a!)");
+  library.def("_quantized_moe_ffn_active() -> bool");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(moepack, CPU, library) {
+  library.impl("quantized_moe_ffn", functional<true>);
+  library.impl("quantized_moe_ffn.out", with_out<true>);
+  library.impl("quantized_experts", functional<false>);
+  library.impl("quantized_experts.out", with_out<false>);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(moepack, CompositeExplicitAutograd, library) {
+  library.impl("_quantized_moe_ffn_active", active);
+}

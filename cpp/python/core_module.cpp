@@ -1,0 +1,247 @@
+// moepack._core: what Python needs from the C++ core. Buffers are numpy arrays of the exact dtype; every size is checked
+// here, so that no call from Python reaches out of bounds. Python's types and errors are made in moepack.packing,
+// moepack.quantizer and moepack.ops.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "arguments.h"
+#include "moepack/isa.h"
+#include "moepack/packed.h"
+#include "moepack/quantize.h"
+#include "moepack/scheme.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using moepack::RowOrder;
+using moepack::Scheme;
+using moepack::Status;
+
+template <class T>
+using Array = py::array_t<T, py::array::c_style>;
+using Bytes = Array<std::uint8_t>;
+using Codes = Array<std::int8_t>;
+using Scales = Array<std::uint16_t>;  // fp16 bits
+using Weights = Array<float>;
+
+void require(const Status& status) {
+  if (!status.ok()) throw py::value_error(status.message());
+}
+
+void require(bool fits, const char* message) {
+  if (!fits) throw py::value_error(message);
+}
+
+const Scheme& scheme_named(const std::string& name) {
+  const Scheme* scheme = moepack::find_scheme(name);
+  if (!scheme) throw py::value_error("scheme " + name + " is not supported; supported: " + moepack::scheme_names());
+  return *scheme;
+}
+
+RowOrder row_order(int number) {
+  require(number == 0 || number == 1, "row order: 0 (plain) or 1 (gate_up)");
+  return static_cast<RowOrder>(number);
+}
+
+const char* cell_name(moepack::Cell cell) { return cell == moepack::Cell::int4 ? "int4" : "int8"; }
+int cell_bits(moepack::Cell cell) { return cell == moepack::Cell::int4 ? 4 : 8; }
+
+using SchemeRow = std::tuple<std::string, std::string, int, int, int, int>;
+
+std::vector<SchemeRow> schemes() {
+  std::vector<SchemeRow> rows;
+  for (const Scheme* s = moepack::schemes_begin(); s != moepack::schemes_end(); ++s)
+    rows.emplace_back(std::string(s->name), cell_name(s->cell), cell_bits(s->cell), s->group, s->code_min, s->code_max);
+  return rows;
+}
+
+// A matrix [rows, cols] of codes with its scales [rows, ceil(cols / group)].
+std::pair<std::int64_t, std::int64_t> matrix_shape(const Scheme& scheme, const py::array& codes,
+                                                   const py::array& scales) {
+  require(codes.ndim() == 2 && scales.ndim() == 2, "codes and scales: expected two dimensions");
+  require(scales.shape(0) == codes.shape(0) && scales.shape(1) == moepack::ceil_div(codes.shape(1), scheme.group),
+          "scales: expected [rows, ceil(cols / group)]");
+  return {codes.shape(0), codes.shape(1)};
+}
+
+std::int64_t packed_bytes(const std::string& name, std::int64_t rows, std::int64_t cols, int order) {
+  require(rows > 0 && cols > 0, "packed_bytes: expected at least one row and one column");
+  require(row_order(order) == RowOrder::plain || rows % 2 == 0, "row order gate_up: expected an even number of rows");
+  return moepack::packed_bytes(scheme_named(name), rows, cols, row_order(order));
+}
+
+void pack(const std::string& name, int order, const Codes& codes, const Scales& scales, std::int32_t exponent,
+          Bytes& blob) {
+  const Scheme& scheme = scheme_named(name);
+  const auto [rows, cols] = matrix_shape(scheme, codes, scales);
+  require(blob.ndim() == 1 && blob.shape(0) == packed_bytes(name, rows, cols, order), "blob: wrong length");
+  require(exponent >= -126 && exponent <= 127, "scale exponent: expected -126 .. 127");
+  const std::int8_t* code = codes.data();
+  std::uint8_t* out = blob.mutable_data();
+  bool in_range = true;
+  {
+    const py::gil_scoped_release release;
+    for (std::int64_t i = 0; i < rows * cols; ++i)
+      in_range &= code[i] >= scheme.code_min && code[i] <= scheme.code_max;
+    if (in_range) moepack::pack(scheme, row_order(order), rows, cols, code, scales.data(), exponent, out);
+  }
+  if (!in_range)
+    throw py::value_error("codes: expected " + std::to_string(scheme.code_min) + " .. " +
+                          std::to_string(scheme.code_max) + " for " + name);
+}
+
+moepack::PackedHeader header_of(const Bytes& blob) {
+  require(blob.ndim() == 1, "blob: expected one dimension");
+  moepack::PackedHeader header;
+  require(moepack::read_header(blob.data(), blob.size(), header));
+  return header;
+}
+
+const Scheme& scheme_of(const moepack::PackedHeader& header) {
+  for (const Scheme* s = moepack::schemes_begin(); s != moepack::schemes_end(); ++s)
+    if (static_cast<std::uint16_t>(s->cell) == header.cell && s->group == static_cast<std::int32_t>(header.group))
+      return *s;
+  throw py::value_error("blob: no scheme has its cell and group");
+}
+
+py::tuple read_header(const Bytes& blob) {
+  const moepack::PackedHeader header = header_of(blob);
+  return py::make_tuple(header.version, std::string(scheme_of(header).name), header.rows, header.cols,
+                        header.scale_exponent, header.row_order, header.payload_crc32);
+}
+
+void verify(const Bytes& blob) {
+  require(blob.ndim() == 1, "blob: expected one dimension");
+  Status status;
+  {
+    const py::gil_scoped_release release;
+    status = moepack::verify(blob.data(), blob.size());
+  }
+  require(status);
+}
+
+void unpack(const Bytes& blob, Codes& codes, Scales& scales) {
+  const moepack::PackedHeader header = header_of(blob);
+  const auto [rows, cols] = matrix_shape(scheme_of(header), codes, scales);
+  require(rows == header.rows && cols == header.cols, "codes: expected the blob's rows and columns");
+  std::int8_t* code = codes.mutable_data();
+  std::uint16_t* scale = scales.mutable_data();
+  const py::gil_scoped_release release;
+  moepack::unpack(blob.data(), code, scale);
+}
+
+std::int32_t scale_exponent(const Weights& weights) {
+  const py::gil_scoped_release release;
+  return moepack::scale_exponent(weights.data(), weights.size());
+}
+
+std::optional<std::pair<std::int64_t, std::int64_t>> quantize_search(const std::string& name, const Weights& weights,
+                                                                     std::int32_t exponent, Codes& codes,
+                                                                     Scales& scales) {
+  const Scheme& scheme = scheme_named(name);
+  const auto [rows, cols] = matrix_shape(scheme, codes, scales);
+  require(weights.ndim() == 2 && weights.shape(0) == rows && weights.shape(1) == cols,
+          "weights: expected the shape of codes");
+  std::int8_t* code = codes.mutable_data();
+  std::uint16_t* scale = scales.mutable_data();
+  moepack::NonFinite found;
+  {
+    const py::gil_scoped_release release;
+    found = moepack::quantize_search(scheme, weights.data(), rows, cols, exponent, code, scale);
+  }
+  if (found.row < 0) return std::nullopt;
+  return std::pair{found.row, found.col};
+}
+
+std::vector<std::tuple<std::string, bool, bool>> isa_table() {
+  std::vector<std::tuple<std::string, bool, bool>> table;
+  for (int i = 0; i < moepack::isa_count(); ++i) {
+    const moepack::IsaInfo info = moepack::isa_info(i);
+    table.emplace_back(info.name, info.supported, info.chosen_by_default);
+  }
+  return table;
+}
+
+std::string active_isa() {
+  const char* name = nullptr;
+  require(moepack::active_isa(name));
+  return name;
+}
+
+void force_isa(const std::optional<std::string>& name) { require(moepack::force_isa(name ? name->c_str() : nullptr)); }
+
+// A call as Meta kernels see it: a tensor is None or (dtype, sizes), a size that is not fixed is -1.
+class TracedStack {
+ public:
+  explicit TracedStack(py::args arguments) : arguments_(std::move(arguments)) {}
+
+  moepack::ops::TensorArgument tensor(const char* name) { return optional_tensor(name); }
+  moepack::ops::TensorArgument optional_tensor(const char* name) {
+    const py::object value = next();
+    if (value.is_none()) return {name};
+    const auto [dtype, sizes] = value.cast<std::pair<std::string, std::vector<std::int64_t>>>();
+    moepack::ops::TensorArgument argument{name, true};
+    argument.element = moepack::ops::element_number(dtype);
+    argument.rank = static_cast<int>(sizes.size());
+    for (int i = 0; i < argument.rank && i < moepack::ops::TensorArgument::kMaxRank; ++i) argument.sizes[i] = sizes[i];
+    return argument;
+  }
+  std::int64_t integer() { return next().cast<std::int64_t>(); }
+  double number() { return next().cast<double>(); }
+  bool flag() { return next().cast<bool>(); }
+  std::string_view text() { return next().cast<std::string_view>(); }
+
+  bool exhausted() const { return position_ == arguments_.size(); }
+
+ private:
+  py::object next() {
+    require(position_ < arguments_.size(), "too few arguments for the operator's schema");
+    return arguments_[position_++];
+  }
+
+  py::args arguments_;
+  std::size_t position_ = 0;
+};
+
+template <bool routed>
+void check_call(py::args arguments) {
+  TracedStack in(std::move(arguments));
+  moepack::ops::Call call = moepack::ops::read_call(in, routed);
+  require(in.exhausted(), "too many arguments for the operator's schema");
+  // The error that the CPU kernel raises, type included.
+  if (const Status status = moepack::ops::check(call); !status.ok())
+    throw std::runtime_error(std::string(call.op) + ": " + status.message());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "The C++ core of moepack.";
+  m.def("schemes", schemes, "Rows of the scheme table: name, cell, bits, group, code_min, code_max.");
+  m.def("packed_bytes", packed_bytes, py::arg("scheme"), py::arg("rows"), py::arg("cols"), py::arg("row_order"));
+  m.def("pack", pack, py::arg("scheme"), py::arg("row_order"), py::arg("codes").noconvert(),
+        py::arg("scales").noconvert(), py::arg("exponent"), py::arg("blob").noconvert());
+  m.def("unpack", unpack, py::arg("blob").noconvert(), py::arg("codes").noconvert(), py::arg("scales").noconvert());
+  m.def("read_header", read_header, py::arg("blob").noconvert(),
+        "version, scheme, rows, cols, exponent, row order, crc32 of a blob.");
+  m.def("verify", verify, py::arg("blob").noconvert());
+  m.def("scale_exponent", scale_exponent, py::arg("weights").noconvert());
+  m.def("quantize_search", quantize_search, py::arg("scheme"), py::arg("weights").noconvert(), py::arg("exponent"),
+        py::arg("codes").noconvert(), py::arg("scales").noconvert(),
+        "Fills codes and scales; returns (row, column) of the first weight that is not finite, or None.");
+  m.def("isa_table", isa_table, "Instruction sets, best first: name, supported here, chosen by default.");
+  m.def("active_isa", active_isa);
+  m.def("force_isa", force_isa, py::arg("name").none(true));
+  m.def("check_quantized_moe_ffn", check_call<true>,
+        "The checks of the operator's CPU kernel. Arguments as in its schema, tensors as None or (dtype, sizes).");
+  m.def("check_quantized_experts", check_call<false>);
+}

@@ -1,0 +1,46 @@
+"""Packs the experts of Mixture-of-Experts language models and runs them fast on CPUs.
+
+Importing moepack loads nothing else: names below are resolved when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from moepack.exporter import export
+    from moepack.modules import QuantizedExperts, QuantizedMoEFFN
+    from moepack.planner import plan
+    from moepack.transform import dequantize_, quantize_, replace_moe_with_quantized_op
+
+__all__ = [
+    "quantize_",
+    "plan",
+    "export",
+    "dequantize_",
+    "replace_moe_with_quantized_op",
+    "QuantizedMoEFFN",
+    "QuantizedExperts",
+    "__version__",
+]
+
+_HOMES = {
+    "quantize_": "transform",
+    "plan": "planner",
+    "export": "exporter",
+    "dequantize_": "transform",
+    "replace_moe_with_quantized_op": "transform",
+    "QuantizedMoEFFN": "modules",
+    "QuantizedExperts": "modules",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'moepack' has no attribute {name!r}")
+    return getattr(import_module(f"moepack.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

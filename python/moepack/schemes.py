@@ -1,0 +1,40 @@
+"""Weight schemes: how the numbers of a matrix are coded.
+
+The table is the C++ core's (`cpp/src/scheme.cpp`); Python reads it, so that there is one.
+"""
+
+from dataclasses import dataclass
+
+from moepack import _core
+from moepack.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """`group` weights along K share one fp16 scale; codes lie in `code_min .. code_max`."""
+
+    name: str
+    cell: str
+    bits: int
+    group: int
+    code_min: int
+    code_max: int
+
+    def groups(self, cols: int) -> int:
+        """Groups, and so scales, of a row of `cols` weights: K is padded to whole groups."""
+        return -(-cols // self.group)
+
+
+SCHEMES: dict[str, Scheme] = {row[0]: Scheme(*row) for row in _core.schemes()}
+
+
+def scheme(name: str | Scheme) -> Scheme:
+    """The scheme of that name. Raises UnsupportedError, naming the supported ones."""
+    if isinstance(name, Scheme):
+        return name
+    found = SCHEMES.get(name)
+    if found is None:
+        raise UnsupportedError(
+            f"scheme {name!r} is not supported by this version; supported: {', '.join(SCHEMES)}"
+        )
+    return found
