@@ -1,0 +1,111 @@
+// What the op supports: attributes, sizes, and how they fit each other. One place for Meta, eager and runtime.
+#include <cmath>
+
+#include "moepack/ffn.h"
+#include "moepack/packed.h"
+
+namespace moepack {
+namespace {
+
+constexpr std::int64_t kMaxDim = INT32_MAX / 4;
+
+
+Status unsupported(const char* what, std::string_view found, const char* supported) {
+  return Status::error("%s '%.*s' is not supported; supported: %s", what, static_cast<int>(found.size()), found.data(),
+                       supported);
+}
+
+Status check_shape(const Shape& s) {
+  if (s.T < 0) return Status::error("%lld tokens", static_cast<long long>(s.T));
+  if (s.D < 1 || s.F < 1 || s.E < 1 || s.D > kMaxDim || s.F > kMaxDim || s.E > kMaxDim)
+    return Status::error("model width %lld, hidden_dim %lld and %lld experts have to be at least 1 and below 2^29",
+                         static_cast<long long>(s.D), static_cast<long long>(s.F), static_cast<long long>(s.E));
+  if (s.K < 1) return Status::error("%lld activated experts per token; at least 1 is needed", static_cast<long long>(s.K));
+  return {};
+}
+
+Status check_tensor(const char* name, std::int64_t experts, std::int64_t bytes, std::int64_t expected_experts,
+                    std::int64_t expected_bytes) {
+  if (experts != expected_experts)
+    return Status::error("%s holds %lld experts, the other tensors %lld", name, static_cast<long long>(experts),
+                         static_cast<long long>(expected_experts));
+  if (bytes != expected_bytes)
+    return Status::error("%s has %lld bytes per expert; this scheme and these dimensions need %lld", name,
+                         static_cast<long long>(bytes), static_cast<long long>(expected_bytes));
+  return {};
+}
+
+Status check_bias(const char* name, std::int64_t elements, std::int64_t expected) {
+  if (elements >= 0 && elements != expected)
+    return Status::error("%s has %lld elements, not %lld", name, static_cast<long long>(elements),
+                         static_cast<long long>(expected));
+  return {};
+}
+
+Status check_activation(const ExpertAttributes& a) {
+  if (a.activation != "silu") return unsupported("activation", a.activation, "silu");
+  if (a.act_limit != 0.0) return Status::error("act_limit %g is not supported with silu; supported: 0 (none)", a.act_limit);
+  if (a.act_alpha != 1.0) return Status::error("act_alpha %g is not supported with silu; supported: 1", a.act_alpha);
+  if (a.gate_softcap != 0.0 || a.up_softcap != 0.0)
+    return Status::error("gate_softcap %g, up_softcap %g are not supported; supported: 0 (none)", a.gate_softcap,
+                         a.up_softcap);
+  if (a.limit_after_act) return Status::error("limit_after_act is not supported; supported: false");
+  if (a.weight_on_input) return Status::error("weight_on_input is not supported; supported: false");
+  return {};
+}
+
+Status check_groups(const Shape& shape, const RoutingAttributes& r) {
+  if (r.n_group < 1 || shape.E % r.n_group != 0)
+    return Status::error("n_group %lld has to divide %lld experts", static_cast<long long>(r.n_group),
+                         static_cast<long long>(shape.E));
+  if (r.topk_group < 1 || r.topk_group > r.n_group)
+    return Status::error("topk_group %lld is outside 1..n_group = %lld", static_cast<long long>(r.topk_group),
+                         static_cast<long long>(r.n_group));
+  const std::int64_t group_size = shape.E / r.n_group;
+  if (r.n_group > 1 && r.group_score == "top2sum" && group_size < 2)
+    return Status::error("group_score top2sum needs groups of at least 2 experts, not %lld in %lld groups",
+                         static_cast<long long>(shape.E), static_cast<long long>(r.n_group));
+  if (r.topk_group * group_size < shape.K)
+    return Status::error("%lld groups of %lld experts are too few for %lld activated experts",
+                         static_cast<long long>(r.topk_group), static_cast<long long>(group_size),
+                         static_cast<long long>(shape.K));
+  return {};
+}
+
+}  // namespace
+
+Status check_experts(const Shape& shape, const ExpertAttributes& attributes, const ExpertSizes& sizes) {
+  if (Status status = check_shape(shape); !status.ok()) return status;
+  const Scheme* scheme = find_scheme(attributes.scheme);
+  if (!scheme) return unsupported("scheme", attributes.scheme, scheme_names());
+  if (attributes.layout != "moepack") return unsupported("layout", attributes.layout, "moepack");
+  if (Status status = check_activation(attributes); !status.ok()) return status;
+  if (Status status = check_tensor("packed_w13", sizes.experts13, sizes.bytes13, shape.E,
+                                   packed_bytes(*scheme, 2 * shape.F, shape.D, RowOrder::gate_up));
+      !status.ok())
+    return status;
+  if (Status status = check_tensor("packed_w2", sizes.experts2, sizes.bytes2, shape.E,
+                                   packed_bytes(*scheme, shape.D, shape.F, RowOrder::plain));
+      !status.ok())
+    return status;
+  if (Status status = check_bias("bias13", sizes.bias13, shape.E * 2 * shape.F); !status.ok()) return status;
+  return check_bias("bias2", sizes.bias2, shape.E * shape.D);
+}
+
+Status check_routing(const Shape& shape, const RoutingAttributes& r) {
+  if (Status status = check_shape(shape); !status.ok()) return status;
+  if (shape.K > shape.E)
+    return Status::error("%lld activated experts of %lld", static_cast<long long>(shape.K),
+                         static_cast<long long>(shape.E));
+  if (r.score_func != "softmax" && r.score_func != "softmax_all" && r.score_func != "sigmoid")
+    return unsupported("score_func", r.score_func, "softmax, softmax_all, sigmoid");
+  if (r.group_score != "top2sum" && r.group_score != "max")
+    return unsupported("group_score", r.group_score, "top2sum, max");
+  if (r.router_dtype != "float32" && r.router_dtype != "bfloat16" && r.router_dtype != "float16")
+    return unsupported("router_dtype", r.router_dtype, "float32, bfloat16, float16");
+  if (!std::isfinite(r.norm_eps) || r.norm_eps < 0.0) return Status::error("norm_eps %g has to be 0 or more", r.norm_eps);
+  if (!std::isfinite(r.route_scale)) return Status::error("route_scale %g has to be finite", r.route_scale);
+  return check_groups(shape, r);
+}
+
+}  // namespace moepack

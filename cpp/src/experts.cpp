@@ -1,0 +1,263 @@
+// The experts: quantize x, GEMM with w1 and w3 side by side, activation, quantize, GEMM with w2, weighted sum.
+//
+// Suffixes: _TK pairs in (token, slot) order, _P pairs sorted by expert.
+#include <algorithm>
+#include <cmath>
+
+#include "activations.h"
+#include "gemm/registry.h"
+#include "grouping.h"
+#include "moepack/ffn.h"
+#include "moepack/packed.h"
+#include "tasks.h"
+#include "workspace.h"
+
+namespace moepack {
+namespace {
+
+using gemm::kActivationGroup;
+using gemm::Panel;
+using gemm::Rows;
+
+constexpr std::int64_t kMaxPairs = 4096;     // tokens are taken in chunks of so many pairs: bounds the workspace
+constexpr std::int64_t kRowBlock = 32;       // rows whose hidden values are computed at once; they stay in L1
+constexpr std::int64_t kOutFloats = 65536;   // outputs of all pairs for some columns, per worker; they stay in L2
+constexpr std::int64_t kMaxOutPanels = 8;
+
+std::int64_t chunk_tokens(const Shape& s) { return std::max<std::int64_t>(1, std::min(s.T, kMaxPairs / s.K)); }
+
+Rows take_rows(Arena& arena, std::int64_t count, std::int64_t cols, int group) {
+  Rows rows;
+  rows.code_stride = round_up(cols, std::max(group, 64));
+  rows.scale_stride = ceil_div(cols, kActivationGroup);
+  rows.offset_stride = ceil_div(cols, group);
+  rows.codes = arena.take<std::int8_t>(count * rows.code_stride);
+  rows.scales = arena.take<float>(count * rows.scale_stride);
+  rows.offsets = arena.take<std::int32_t>(count * rows.offset_stride);
+  return rows;
+}
+
+// A worker's own memory.
+struct Scratch {
+  float* row;     // one row of x
+  float* hidden;  // [kRowBlock][hidden block]
+  float* up;
+  float* out;     // [pairs][panels of one task * 16]
+};
+
+struct Buffers {
+  Buffers(const Shape& s, const Scheme& scheme, int threads, void* base) : arena(base) {
+    const std::int64_t tokens = chunk_tokens(s), pairs = tokens * s.K;
+    hidden_block = round_up(std::min<std::int64_t>(kActivationGroup, s.F), kPanelColumns);
+    out_panels = std::clamp<std::int64_t>(kOutFloats / (pairs * kPanelColumns), 1, kMaxOutPanels);
+    x = take_rows(arena, tokens, s.D, scheme.group);
+    h = take_rows(arena, pairs, s.F, scheme.group);
+    grouping.token = arena.take<std::int32_t>(pairs);
+    grouping.position = arena.take<std::int32_t>(pairs);
+    grouping.starts = arena.take<std::int32_t>(s.E + 1);
+    grouping.segments = arena.take<Segment>(Grouping::max_segments(pairs, s.E));
+    identity = arena.take<std::int32_t>(pairs);
+    scratch = arena.take<Scratch>(threads);
+    for (int worker = 0; worker < threads; ++worker) {
+      const Scratch own = {arena.take<float>(s.D), arena.take<float>(kRowBlock * hidden_block),
+                           arena.take<float>(kRowBlock * hidden_block),
+                           arena.take<float>(pairs * out_panels * kPanelColumns)};
+      if (base) scratch[worker] = own;
+    }
+  }
+
+  Arena arena;
+  std::int64_t hidden_block;  // columns of w1 and of w3 per task: the activation group that a task quantizes
+  std::int64_t out_panels;    // panels of w2 per task, at most
+  Rows x, h;
+  Grouping grouping;
+  std::int32_t* identity;  // 0, 1, 2, ...
+  Scratch* scratch;
+};
+
+// A bias vector cut at a panel, padded with zeros where the panel sticks out. Null stays null.
+const float* panel_bias(const float* bias, std::int64_t left, float* padded) {
+  if (!bias || left >= kPanelColumns) return bias;
+  std::fill_n(std::copy_n(bias, left, padded), kPanelColumns - left, 0.0f);
+  return padded;
+}
+
+class Experts {
+ public:
+  Experts(const Shape& shape, const ExpertAttributes& attributes, const ExpertTensors& tensors, const void* x,
+          DType dtype, void* out, void* workspace, const ParallelFor& parallel, const gemm::Kernel& kernel)
+      : s_(shape),
+        scheme_(*find_scheme(attributes.scheme)),
+        tensors_(tensors),
+        x_(x),
+        dtype_(dtype),
+        out_(out),
+        parallel_(parallel),
+        kernel_(kernel),
+        gemm_(scheme_.cell == Cell::int4 ? kernel.gemm_int4 : kernel.gemm_int8),
+        buffers_(shape, scheme_, parallel.threads, workspace) {
+    const std::int64_t pairs = chunk_tokens(shape) * shape.K;
+    for (std::int64_t p = 0; p < pairs; ++p) buffers_.identity[p] = static_cast<std::int32_t>(p);
+  }
+
+  // Ids in range, headers of every expert that is used as the call says.
+  Status check(const std::int64_t* topk_ids) {
+    std::int32_t* seen = buffers_.grouping.starts;
+    std::fill_n(seen, s_.E, 0);
+    for (std::int64_t pair = 0; pair < s_.T * s_.K; ++pair) {
+      const std::int64_t id = topk_ids[pair];
+      if (id < 0 || id >= s_.E)
+        return Status::error("topk_ids[%lld, %lld] = %lld is outside 0..%lld", static_cast<long long>(pair / s_.K),
+                             static_cast<long long>(pair % s_.K), static_cast<long long>(id),
+                             static_cast<long long>(s_.E - 1));
+      seen[id] = 1;
+    }
+    for (std::int64_t e = 0; e < s_.E; ++e)
+      if (seen[e])
+        if (Status status = check_blobs(e); !status.ok()) return status;
+    return {};
+  }
+
+  void run(const std::int64_t* ids_TK, const float* weights_TK) {
+    const std::int64_t step = chunk_tokens(s_);
+    for (std::int64_t begin = 0; begin < s_.T; begin += step) {
+      first_token_ = begin;
+      tokens_ = std::min(step, s_.T - begin);
+      quantize_x();
+      buffers_.grouping.sort(ids_TK + begin * s_.K, tokens_, s_.K, s_.E);
+      compute_hidden();
+      compute_out(weights_TK + begin * s_.K);
+    }
+  }
+
+ private:
+  const std::uint8_t* blob13(std::int64_t e) const { return tensors_.packed_w13 + e * tensors_.bytes13; }
+  const std::uint8_t* blob2(std::int64_t e) const { return tensors_.packed_w2 + e * tensors_.bytes2; }
+
+  Status check_blobs(std::int64_t e) const {
+    Status status = check_header(blob13(e), tensors_.bytes13, scheme_, 2 * s_.F, s_.D, RowOrder::gate_up);
+    if (!status.ok()) return Status::error("expert %lld, w13: %s", static_cast<long long>(e), status.message());
+    status = check_header(blob2(e), tensors_.bytes2, scheme_, s_.D, s_.F, RowOrder::plain);
+    if (!status.ok()) return Status::error("expert %lld, w2: %s", static_cast<long long>(e), status.message());
+    return {};
+  }
+
+  Panel panel(const std::uint8_t* blob, std::int64_t index, std::int64_t cols) const {
+    PackedHeader header;
+    std::memcpy(&header, blob, sizeof header);
+    return {blob + sizeof header + index * panel_bytes(scheme_, cols),
+            static_cast<int>(ceil_div(cols, scheme_.group)), scheme_.group, std::ldexp(1.0f, header.scale_exponent)};
+  }
+
+  void quantize_x() {
+    const Rows& x = buffers_.x;
+    run_tasks(parallel_, tokens_, [&](int worker, std::int64_t t) {
+      const float* row = to_float(x_, dtype_, (first_token_ + t) * s_.D, s_.D, buffers_.scratch[worker].row);
+      kernel_.quantize(row, s_.D, scheme_.group, x.codes + t * x.code_stride, x.scales + t * x.scale_stride,
+                       x.offsets + t * x.offset_stride);
+    });
+  }
+
+  void compute_hidden() {
+    const Grouping& grouping = buffers_.grouping;
+    const std::int64_t blocks = ceil_div(s_.F, buffers_.hidden_block);
+    run_tasks(parallel_, grouping.segment_count * blocks, [&](int worker, std::int64_t task) {
+      const Segment& segment = grouping.segments[task / blocks];
+      for (std::int32_t row = 0; row < segment.count; row += kRowBlock)
+        hidden_rows(segment.expert, task % blocks * buffers_.hidden_block, segment.begin + row,
+                    std::min<std::int64_t>(kRowBlock, segment.count - row), buffers_.scratch[worker]);
+    });
+  }
+
+  // Hidden values of some rows of an expert for one block of columns: gate and up, activation, quantized.
+  void hidden_rows(std::int64_t e, std::int64_t column, std::int64_t position, std::int64_t count,
+                   const Scratch& scratch) {
+    const std::int64_t columns = std::min(buffers_.hidden_block, s_.F - column);
+    const std::int64_t width = round_up(columns, kPanelColumns);
+    const std::int32_t* index = buffers_.grouping.token + position;
+    for (std::int64_t c = 0; c < width; c += kPanelColumns) {
+      const std::int64_t pair = (column + c) / kPanelColumns;
+      float padded[kPanelColumns];
+      const float* bias = tensors_.bias13 ? tensors_.bias13 + e * 2 * s_.F + column + c : nullptr;
+      gemm_(panel(blob13(e), 2 * pair, s_.D), buffers_.x, index, static_cast<int>(count),
+            panel_bias(bias, columns - c, padded), scratch.hidden + c, width);
+      gemm_(panel(blob13(e), 2 * pair + 1, s_.D), buffers_.x, index, static_cast<int>(count),
+            panel_bias(bias ? bias + s_.F : nullptr, columns - c, padded), scratch.up + c, width);
+    }
+    kernel_.activate(gemm::Activation{}, scratch.hidden, scratch.up, scratch.hidden, count * width);
+    const Rows& h = buffers_.h;
+    for (std::int64_t r = 0; r < count; ++r)
+      kernel_.quantize(scratch.hidden + r * width, columns, scheme_.group,
+                       h.codes + (position + r) * h.code_stride + column,
+                       h.scales + (position + r) * h.scale_stride + column / kActivationGroup,
+                       h.offsets + (position + r) * h.offset_stride + column / scheme_.group);
+  }
+
+  void compute_out(const float* weights_TK) {
+    const std::int64_t panels = ceil_div(s_.D, kPanelColumns);
+    // Enough tasks that no worker waits long for the last one.
+    const std::int64_t per_task =
+        std::clamp<std::int64_t>(panels / (4 * parallel_.threads), 1, buffers_.out_panels);
+    run_tasks(parallel_, ceil_div(panels, per_task), [&](int worker, std::int64_t task) {
+      const std::int64_t first = task * per_task;
+      out_columns(first, std::min(per_task, panels - first), weights_TK, buffers_.scratch[worker]);
+    });
+  }
+
+  // Some columns of the output for all tokens: every expert's rows first, then each token's sum in slot order.
+  void out_columns(std::int64_t first, std::int64_t panels, const float* weights_TK, const Scratch& scratch) {
+    const std::int64_t width = panels * kPanelColumns, column = first * kPanelColumns;
+    const Grouping& grouping = buffers_.grouping;
+    for (std::int64_t i = 0; i < grouping.segment_count; ++i) {
+      const Segment& segment = grouping.segments[i];
+      for (std::int64_t p = 0; p < panels; ++p) {
+        const std::int64_t c = column + p * kPanelColumns;
+        float padded[kPanelColumns];
+        const float* bias = tensors_.bias2 ? tensors_.bias2 + segment.expert * s_.D + c : nullptr;
+        gemm_(panel(blob2(segment.expert), first + p, s_.F), buffers_.h, buffers_.identity + segment.begin,
+              segment.count, panel_bias(bias, s_.D - c, padded),
+              scratch.out + segment.begin * width + p * kPanelColumns, width);
+      }
+    }
+    for (std::int64_t t = 0; t < tokens_; ++t) {
+      float y[kMaxOutPanels * kPanelColumns] = {};
+      for (std::int64_t pair = t * s_.K; pair < (t + 1) * s_.K; ++pair)
+        for (std::int64_t c = 0; c < width; c += kPanelColumns)
+          kernel_.accumulate(weights_TK[pair], scratch.out + grouping.position[pair] * width + c, y + c);
+      from_float(y, std::min(width, s_.D - column), out_, dtype_, (first_token_ + t) * s_.D + column);
+    }
+  }
+
+  const Shape& s_;
+  const Scheme& scheme_;
+  const ExpertTensors& tensors_;
+  const void* x_;
+  const DType dtype_;
+  void* out_;
+  const ParallelFor& parallel_;
+  const gemm::Kernel& kernel_;
+  const gemm::Kernel::Gemm gemm_;
+  Buffers buffers_;
+  std::int64_t first_token_ = 0;
+  std::int64_t tokens_ = 0;
+};
+
+}  // namespace
+
+std::size_t experts_workspace_bytes(const Shape& shape, const ExpertAttributes& attributes, int threads) {
+  return Buffers(shape, *find_scheme(attributes.scheme), threads, nullptr).arena.used();
+}
+
+Status quantized_experts(const Shape& shape, const ExpertAttributes& attributes, const ExpertTensors& tensors,
+                         const void* x, DType dtype, const std::int64_t* topk_ids, const float* topk_weights, void* out,
+                         void* workspace, const ParallelFor& parallel) {
+  if (shape.T == 0) return {};
+  const gemm::Kernel* kernel = nullptr;
+  if (Status status = gemm::active_kernel(kernel); !status.ok()) return status;
+  Experts experts(shape, attributes, tensors, x, dtype, out, workspace, parallel, *kernel);
+  if (Status status = experts.check(topk_ids); !status.ok()) return status;
+  experts.run(topk_ids, topk_weights);
+  return {};
+}
+
+}  // namespace moepack

@@ -1,0 +1,16 @@
+// All functions of a kernel, instantiated for one instruction set. Since `I` lives in an anonymous namespace, so do its
+// instantiations: the linker can never hand them to code meant for another CPU.
+#pragma once
+
+#include "gemm/elementwise.h"
+#include "gemm/tile.h"
+
+namespace moepack::gemm {
+
+template <class I>
+constexpr Kernel instantiate(const char* name) {
+  return {name,        gemm<I, Int4Cell>, gemm<I, Int8Cell>, quantize<I>,   activate<I>,
+          router<I>,   exp_minus<I>,      sigmoid<I>,        accumulate<I>};
+}
+
+}  // namespace moepack::gemm

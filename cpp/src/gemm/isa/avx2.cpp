@@ -1,0 +1,63 @@
+// AVX2 with FMA and F16C. Sums of 32 k stay in int16: |pair sum| <= 2 * 15 * 127 per maddubs, and 8 of them fit.
+#include "gemm/instantiate.h"
+#include "gemm/isa/vector_avx2.h"
+
+namespace moepack::gemm {
+namespace {
+
+struct Avx2 : VectorAvx2 {
+  static constexpr int tile_rows = 4;
+
+  struct Partial {
+    __m256i lo, hi;
+  };
+  struct Nibbles {
+    __m256i k0_lo, k0_hi, k4_lo, k4_hi;  // k = 0..3 and 4..7 of columns 0..7 and 8..15
+  };
+  struct Bytes {
+    __m256i lo, hi;
+  };
+
+  static Partial begin(const Int&) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  static Int end(const Partial& p, const Int& sum) {
+    const __m256i one = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(sum.lo, _mm256_madd_epi16(p.lo, one)),
+            _mm256_add_epi32(sum.hi, _mm256_madd_epi16(p.hi, one))};
+  }
+  static Int start_int8(std::int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+
+  static Nibbles nibbles(const std::uint8_t* cell) {
+    const __m256i mask = _mm256_set1_epi8(15), lo = load_bytes(cell), hi = load_bytes(cell + 32);
+    return {_mm256_and_si256(lo, mask), _mm256_and_si256(hi, mask), _mm256_and_si256(_mm256_srli_epi16(lo, 4), mask),
+            _mm256_and_si256(_mm256_srli_epi16(hi, 4), mask)};
+  }
+  static Bytes bytes(const std::uint8_t* cell) { return {load_bytes(cell), load_bytes(cell + 32)}; }
+
+  static void mac(Partial& sum, const Nibbles& w, const std::int8_t* a) {
+    const __m256i a0 = broadcast4(a), a4 = broadcast4(a + 4);
+    sum.lo = _mm256_add_epi16(sum.lo, _mm256_maddubs_epi16(w.k0_lo, a0));
+    sum.hi = _mm256_add_epi16(sum.hi, _mm256_maddubs_epi16(w.k0_hi, a0));
+    sum.lo = _mm256_add_epi16(sum.lo, _mm256_maddubs_epi16(w.k4_lo, a4));
+    sum.hi = _mm256_add_epi16(sum.hi, _mm256_maddubs_epi16(w.k4_hi, a4));
+    keep_order(sum.lo, sum.hi);
+  }
+  // |a| is unsigned for maddubs and the sign goes to the weights; 2 * 127 * 127 fits int16.
+  static void mac(Int& sum, const Bytes& w, const std::int8_t* a) {
+    const __m256i one = _mm256_set1_epi16(1), x = broadcast4(a), magnitude = _mm256_abs_epi8(x);
+    sum.lo = _mm256_add_epi32(
+        sum.lo, _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(w.lo, x)), one));
+    sum.hi = _mm256_add_epi32(
+        sum.hi, _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(w.hi, x)), one));
+  }
+
+ private:
+  // gcc otherwise sinks the additions below all multiplications of a group and spills their products.
+  static void keep_order(__m256i& a, __m256i& b) { asm("" : "+x"(a), "+x"(b)); }
+};
+
+}  // namespace
+
+extern const Kernel avx2_kernel;
+const Kernel avx2_kernel = instantiate<Avx2>("avx2");
+
+}  // namespace moepack::gemm

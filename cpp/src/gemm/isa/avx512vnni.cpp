@@ -1,0 +1,91 @@
+// AVX512-VNNI: one register holds a whole vector of 16 lanes, one cell line is one operand of vpdpbusd.
+#include <immintrin.h>
+
+#include "gemm/instantiate.h"
+
+namespace moepack::gemm {
+namespace {
+
+struct Avx512Vnni {
+  static constexpr int tile_rows = 8;
+
+  using Float = __m512;
+  using Int = __m512i;
+  using Partial = __m512i;
+  struct Nibbles {
+    __m512i k0, k4;
+  };
+  struct Bytes {
+    __m512i code_plus_128;
+  };
+
+  static Float broadcast(float x) { return _mm512_set1_ps(x); }
+  static Float load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, Float a) { _mm512_storeu_ps(p, a); }
+  static Float load_half(const std::uint8_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+
+  static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
+  static Float sub(Float a, Float b) { return _mm512_sub_ps(a, b); }
+  static Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
+  static Float div(Float a, Float b) { return _mm512_div_ps(a, b); }
+  static Float min(Float a, Float b) { return _mm512_min_ps(a, b); }
+  static Float max(Float a, Float b) { return _mm512_max_ps(a, b); }
+  static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+  static Float negate(Float a) { return _mm512_xor_ps(a, _mm512_set1_ps(-0.0f)); }
+  static Float rint(Float a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static Float pow2(Float n) {
+    const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
+  }
+
+  static Int absolute_bits(Float a) {
+    return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff));
+  }
+  static Int max_int(Int a, Int b) { return _mm512_max_epi32(a, b); }
+  static std::int32_t reduce_max(Int a) { return _mm512_reduce_max_epi32(a); }
+  static Float to_float(Int a) { return _mm512_cvtepi32_ps(a); }
+  static void store_codes(std::int8_t* p, Float a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a)));
+  }
+
+  static Int broadcast_int(std::int32_t x) { return _mm512_set1_epi32(x); }
+  // -8 * sum, times 16: cancels the 128 that makes the codes unsigned.
+  static Int start_int8(std::int32_t offset) { return broadcast_int(offset * 16); }
+  static void prefetch(const std::uint8_t* p) {
+    for (int line = 0; line < 5; ++line)
+      _mm_prefetch(reinterpret_cast<const char*>(p + 2048 + 64 * line), _MM_HINT_T0);
+  }
+
+  static Partial begin(Int sum) { return sum; }
+  static Int end(Partial partial, Int) { return partial; }
+
+  static Nibbles nibbles(const std::uint8_t* cell) {
+    const __m512i mask = _mm512_set1_epi8(15), line = _mm512_loadu_si512(cell);
+    return {_mm512_and_si512(line, mask), _mm512_and_si512(_mm512_srli_epi16(line, 4), mask)};
+  }
+  static Bytes bytes(const std::uint8_t* cell) {
+    return {_mm512_xor_si512(_mm512_loadu_si512(cell), _mm512_set1_epi8(-128))};
+  }
+  static void mac(Int& sum, const Nibbles& w, const std::int8_t* a) {
+    sum = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum, w.k0, broadcast4(a)), w.k4, broadcast4(a + 4));
+  }
+  static void mac(Int& sum, const Bytes& w, const std::int8_t* a) {
+    sum = _mm512_dpbusd_epi32(sum, w.code_plus_128, broadcast4(a));
+  }
+
+ private:
+  static __m512i broadcast4(const std::int8_t* p) {
+    std::int32_t four;
+    __builtin_memcpy(&four, p, sizeof four);
+    return _mm512_set1_epi32(four);
+  }
+};
+
+}  // namespace
+
+extern const Kernel avx512vnni_kernel;
+const Kernel avx512vnni_kernel = instantiate<Avx512Vnni>("avx512vnni");
+
+}  // namespace moepack::gemm

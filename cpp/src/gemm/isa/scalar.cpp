@@ -1,0 +1,151 @@
+// The reference: every operation of an instruction set in plain C++, 16 lanes at a time. All others are compared with it.
+#include "gemm/instantiate.h"
+
+namespace moepack::gemm {
+namespace {
+
+struct Scalar {
+  static constexpr int tile_rows = 1;
+
+  struct Float {
+    float v[kLanes];
+  };
+  struct Int {
+    std::int32_t v[kLanes];
+  };
+  using Partial = Int;
+  struct Nibbles {
+    const std::uint8_t* cell;
+  };
+  struct Bytes {
+    const std::uint8_t* cell;
+  };
+
+  template <class F>
+  static Float lanes(F f) {
+    Float result;
+    for (int l = 0; l < kLanes; ++l) result.v[l] = f(l);
+    return result;
+  }
+  template <class F>
+  static Int int_lanes(F f) {
+    Int result;
+    for (int l = 0; l < kLanes; ++l) result.v[l] = f(l);
+    return result;
+  }
+
+  static Float broadcast(float x) {
+    return lanes([=](int) { return x; });
+  }
+  static Float load(const float* p) {
+    return lanes([=](int l) { return p[l]; });
+  }
+  static void store(float* p, const Float& a) {
+    for (int l = 0; l < kLanes; ++l) p[l] = a.v[l];
+  }
+  static Float load_half(const std::uint8_t* p) {
+    return lanes([=](int l) { return half(static_cast<std::uint32_t>(p[2 * l] | p[2 * l + 1] << 8)); });
+  }
+
+  static Float add(const Float& a, const Float& b) {
+    return lanes([&](int l) { return a.v[l] + b.v[l]; });
+  }
+  static Float sub(const Float& a, const Float& b) {
+    return lanes([&](int l) { return a.v[l] - b.v[l]; });
+  }
+  static Float mul(const Float& a, const Float& b) {
+    return lanes([&](int l) { return a.v[l] * b.v[l]; });
+  }
+  static Float div(const Float& a, const Float& b) {
+    return lanes([&](int l) { return a.v[l] / b.v[l]; });
+  }
+  static Float fma(const Float& a, const Float& b, const Float& c) {
+    return lanes([&](int l) { return __builtin_fmaf(a.v[l], b.v[l], c.v[l]); });
+  }
+  static Float min(const Float& a, const Float& b) {
+    return lanes([&](int l) { return a.v[l] < b.v[l] ? a.v[l] : b.v[l]; });
+  }
+  static Float max(const Float& a, const Float& b) {
+    return lanes([&](int l) { return a.v[l] > b.v[l] ? a.v[l] : b.v[l]; });
+  }
+  static Float negate(const Float& a) {
+    return lanes([&](int l) { return -a.v[l]; });
+  }
+  static Float rint(const Float& a) {
+    return lanes([&](int l) { return __builtin_rintf(a.v[l]); });
+  }
+  // 2^n for whole n in [-126, 127]; anything for NaN.
+  static Float pow2(const Float& n) {
+    return lanes([&](int l) {
+      const std::uint32_t bits = n.v[l] == n.v[l] ? static_cast<std::uint32_t>(static_cast<int>(n.v[l]) + 127) << 23 : 0;
+      return from_bits(bits);
+    });
+  }
+
+  static Int absolute_bits(const Float& a) {
+    return int_lanes([&](int l) {
+      std::int32_t bits;
+      __builtin_memcpy(&bits, &a.v[l], sizeof bits);
+      return bits & 0x7fffffff;
+    });
+  }
+  static Int max_int(const Int& a, const Int& b) {
+    return int_lanes([&](int l) { return a.v[l] > b.v[l] ? a.v[l] : b.v[l]; });
+  }
+  static std::int32_t reduce_max(const Int& a) {
+    std::int32_t result = a.v[0];
+    for (int l = 1; l < kLanes; ++l) result = a.v[l] > result ? a.v[l] : result;
+    return result;
+  }
+  static Float to_float(const Int& a) {
+    return lanes([&](int l) { return static_cast<float>(a.v[l]); });
+  }
+  static void store_codes(std::int8_t* p, const Float& a) {
+    for (int l = 0; l < kLanes; ++l) p[l] = static_cast<std::int8_t>(a.v[l]);
+  }
+
+  static Int broadcast_int(std::int32_t x) {
+    return int_lanes([=](int) { return x; });
+  }
+  static Int start_int8(std::int32_t) { return broadcast_int(0); }
+  static void prefetch(const std::uint8_t*) {}
+
+  // A sum of 32 k begins and ends in a Partial; where that is an Int, it goes on from the sum so far.
+  static Partial begin(const Int& sum) { return sum; }
+  static Int end(const Partial& partial, const Int&) { return partial; }
+
+  static Nibbles nibbles(const std::uint8_t* cell) { return {cell}; }
+  static Bytes bytes(const std::uint8_t* cell) { return {cell}; }
+  static void mac(Partial& sum, const Nibbles& w, const std::int8_t* a) {
+    for (int c = 0; c < kLanes; ++c)
+      for (int j = 0; j < 4; ++j) {
+        const int byte = w.cell[4 * c + j];
+        sum.v[c] += (byte & 15) * a[j] + (byte >> 4) * a[4 + j];
+      }
+  }
+  static void mac(Int& sum, const Bytes& w, const std::int8_t* a) {
+    for (int c = 0; c < kLanes; ++c)
+      for (int j = 0; j < 4; ++j) sum.v[c] += static_cast<std::int8_t>(w.cell[4 * c + j]) * a[j];
+  }
+
+ private:
+  static float from_bits(std::uint32_t bits) {
+    float result;
+    __builtin_memcpy(&result, &bits, sizeof result);
+    return result;
+  }
+  static float half(std::uint32_t h) {
+    const std::uint32_t sign = (h & 0x8000) << 16, exponent = h >> 10 & 31, mantissa = h & 0x3ff;
+    if (exponent == 31) return from_bits(sign | 0x7f800000 | mantissa << 13);
+    if (exponent > 0) return from_bits(sign | (exponent + 112) << 23 | mantissa << 13);
+    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
+    return sign ? -magnitude : magnitude;
+  }
+};
+
+}  // namespace
+
+extern const Kernel scalar_kernel;
+const Kernel scalar_kernel = instantiate<Scalar>("scalar");
+
+}  // namespace moepack::gemm

@@ -1,0 +1,62 @@
+// The contract of a kernel: what an instruction set has to provide, as a table of functions. No allocation, no threads,
+// no state; any number of rows. Included by the ISA files: nothing of the standard library beyond <cstdint>.
+#pragma once
+
+#include <cstdint>
+
+namespace moepack::gemm {
+
+// Values of an activation row that share one scale.
+#ifndef MOEPACK_ACTIVATION_GROUP
+#define MOEPACK_ACTIVATION_GROUP 128
+#endif
+constexpr int kActivationGroup = MOEPACK_ACTIVATION_GROUP;
+constexpr int kLanes = 16;     // columns of a panel, floats of a vector
+constexpr int kZeroPoint = 8;  // what int4 cells add to a code
+
+// Quantized activations, a row per token or per (token, slot). Per row: a code per k, padded with zeros to whole weight
+// groups; a scale per activation group; -8 * (sum of codes) per weight group, which cancels the offset of int4 codes.
+struct Rows {
+  std::int8_t* codes;
+  float* scales;
+  std::int32_t* offsets;
+  std::int64_t code_stride, scale_stride, offset_stride;
+};
+
+// 16 output columns of a packed matrix.
+struct Panel {
+  const std::uint8_t* bytes;
+  int groups;   // weight groups along K
+  int group;    // k per weight group: 32, 64 or 128
+  float scale;  // 2^scale_exponent
+};
+
+struct Activation {
+  enum class Kind { silu };
+  Kind kind = Kind::silu;
+};
+
+struct Kernel {
+  const char* name;
+
+  // out[r * out_stride + c] = panel column c . row index[r] (+ bias[c] unless null), for r < count.
+  using Gemm = void (*)(const Panel& panel, const Rows& rows, const std::int32_t* index, int count, const float* bias,
+                        float* out, std::int64_t out_stride);
+  Gemm gemm_int4;
+  Gemm gemm_int8;
+
+  // values[0 .. n) -> codes (zeros up to a multiple of group), scales, offsets.
+  void (*quantize)(const float* values, std::int64_t n, int group, std::int8_t* codes, float* scales,
+                   std::int32_t* offsets);
+  // out = act(gate, up), n a multiple of 16; out may be gate or up.
+  void (*activate)(const Activation& activation, const float* gate, const float* up, float* out, std::int64_t n);
+  // logits[i] = x . weights[i * d], for i < experts.
+  void (*router)(const float* x, const float* weights, std::int64_t d, int experts, float* logits);
+  // v = exp(v - shift), v = 1 / (1 + exp(-v)): n values.
+  void (*exp_minus)(float* v, int n, float shift);
+  void (*sigmoid)(float* v, int n);
+  // y = fma(weight, o, y), 16 values.
+  void (*accumulate)(float weight, const float* o, float* y);
+};
+
+}  // namespace moepack::gemm

@@ -1,0 +1,119 @@
+// The one tile body: M rows of quantized activations against a panel of 16 columns.
+//
+//   acc = 0; per activation group: inner = 0; per weight group: inner = fma(float(idot), w_scale, inner);
+//            acc = fma(inner, a_scale, acc);  result = acc * 2^exponent (+ bias)
+//
+// An instruction set `I` provides vectors of 16 lanes and the integer dot products; see isa/scalar.cpp for all of it in
+// plain C++.
+#pragma once
+
+#include "gemm/kernel.h"
+
+namespace moepack::gemm {
+
+// 16 columns x 8 k per 64 bytes. Sums of 32 k stay in I::Partial (int16 where that is exact), then widen.
+struct Int4Cell {
+  static constexpr int k = 8;
+
+  template <class I, int M>
+  static inline void block(const std::uint8_t* cells, const std::int8_t* const* a, typename I::Int* sum) {
+    typename I::Partial partial[M];
+    for (int i = 0; i < M; ++i) partial[i] = I::begin(sum[i]);
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+      const auto weights = I::nibbles(cells + 64 * c);
+#pragma GCC unroll 16
+      for (int i = 0; i < M; ++i) I::mac(partial[i], weights, a[i] + 8 * c);
+    }
+    for (int i = 0; i < M; ++i) sum[i] = I::end(partial[i], sum[i]);
+  }
+
+  template <class I>
+  static inline typename I::Int start(std::int32_t offset) {
+    return I::broadcast_int(offset);
+  }
+};
+
+// 16 columns x 4 k per 64 bytes, signed.
+struct Int8Cell {
+  static constexpr int k = 4;
+
+  template <class I, int M>
+  static inline void block(const std::uint8_t* cells, const std::int8_t* const* a, typename I::Int* sum) {
+#pragma GCC unroll 8
+    for (int c = 0; c < 8; ++c) {
+      const auto weights = I::bytes(cells + 64 * c);
+#pragma GCC unroll 16
+      for (int i = 0; i < M; ++i) I::mac(sum[i], weights, a[i] + 4 * c);
+    }
+  }
+
+  template <class I>
+  static inline typename I::Int start(std::int32_t offset) {
+    return I::start_int8(offset);
+  }
+};
+
+template <class I, class Cell, int M>
+inline void tile(const Panel& panel, const Rows& rows, const std::int32_t* index, const float* bias, float* out,
+                 std::int64_t out_stride) {
+  const int block_bytes = 32 / Cell::k * 64;
+  const int blocks = panel.group / 32;
+  const int groups_per_activation = kActivationGroup / panel.group;
+  const std::int8_t* a[M];
+  const float* a_scale[M];
+  const std::int32_t* offset[M];
+  typename I::Float acc[M];
+  for (int i = 0; i < M; ++i) {
+    a[i] = rows.codes + index[i] * rows.code_stride;
+    a_scale[i] = rows.scales + index[i] * rows.scale_stride;
+    offset[i] = rows.offsets + index[i] * rows.offset_stride;
+    acc[i] = I::broadcast(0.0f);
+  }
+  const std::uint8_t* w = panel.bytes;
+  for (int first = 0; first < panel.groups; first += groups_per_activation) {
+    const int last = first + groups_per_activation < panel.groups ? first + groups_per_activation : panel.groups;
+    typename I::Float inner[M];
+    for (int i = 0; i < M; ++i) inner[i] = I::broadcast(0.0f);
+    for (int g = first; g < last; ++g) {
+      if constexpr (M <= 2) I::prefetch(w);
+      typename I::Int sum[M];
+      for (int i = 0; i < M; ++i) sum[i] = Cell::template start<I>(offset[i][g]);
+      for (int b = 0; b < blocks; ++b, w += block_bytes) {
+        Cell::template block<I, M>(w, a, sum);
+        for (int i = 0; i < M; ++i) a[i] += 32;
+      }
+      const typename I::Float w_scale = I::load_half(w);
+      w += 2 * kLanes;
+      for (int i = 0; i < M; ++i) inner[i] = I::fma(I::to_float(sum[i]), w_scale, inner[i]);
+    }
+    for (int i = 0; i < M; ++i) acc[i] = I::fma(inner[i], I::broadcast(*a_scale[i]++), acc[i]);
+  }
+  for (int i = 0; i < M; ++i) {
+    typename I::Float result = I::mul(acc[i], I::broadcast(panel.scale));
+    if (bias) result = I::add(result, I::load(bias));
+    I::store(out + i * out_stride, result);
+  }
+}
+
+template <class I, class Cell, int M>
+inline void tail(const Panel& panel, const Rows& rows, const std::int32_t* index, int count, const float* bias,
+                 float* out, std::int64_t out_stride) {
+  if constexpr (M > 0) {
+    if (count == M)
+      tile<I, Cell, M>(panel, rows, index, bias, out, out_stride);
+    else
+      tail<I, Cell, M - 1>(panel, rows, index, count, bias, out, out_stride);
+  }
+}
+
+template <class I, class Cell>
+void gemm(const Panel& panel, const Rows& rows, const std::int32_t* index, int count, const float* bias, float* out,
+          std::int64_t out_stride) {
+  int r = 0;
+  for (; r + I::tile_rows <= count; r += I::tile_rows)
+    tile<I, Cell, I::tile_rows>(panel, rows, index + r, bias, out + r * out_stride, out_stride);
+  tail<I, Cell, I::tile_rows - 1>(panel, rows, index + r, count - r, bias, out + r * out_stride, out_stride);
+}
+
+}  // namespace moepack::gemm
