@@ -16,7 +16,7 @@ namespace moepack {
 constexpr int kPanelColumns = 16;
 constexpr int kCellBytes = 64;
 constexpr std::uint16_t kFormatVersion = 1;
-constexpr std::uint32_t kMagic = 0x504f454d;  // "MOEP" in memory
+constexpr std::uint32_t kMagic = 0x50454f4d;  // "MOEP" in memory
 
 // How logical rows map to panels.
 enum class RowOrder : std::uint16_t {
