@@ -221,6 +221,11 @@ inline Status check(Call& call) {
   return check_experts(shape, call.experts, sizes);
 }
 
+// The output that a caller brings.
+inline Status check_out(const Call& call, const TensorArgument& out) {
+  return expect(out, {static_cast<Element>(call.x.element)}, {{"T", call.shape.T}, {"D", call.shape.D}});
+}
+
 inline std::size_t workspace_bytes(const Call& call, int threads) {
   return call.routed ? ffn_workspace_bytes(call.shape, call.experts, threads)
                      : experts_workspace_bytes(call.shape, call.experts, threads);

@@ -8,6 +8,7 @@
 #include <executorch/runtime/kernel/thread_parallel_interface.h>
 
 #include "arguments.h"
+#include "isa_switch.h"
 
 namespace {
 

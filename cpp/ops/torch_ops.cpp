@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "arguments.h"
+#include "isa_switch.h"
 
 namespace {
 
@@ -122,9 +123,7 @@ void with_out(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Call call = moepack::ops::read_call(in, routed);
   Tensor out = in.value();
   require(call, moepack::ops::check(call));
-  require(call, moepack::ops::expect(TorchStack::describe("out", out),
-                                     {static_cast<moepack::ops::Element>(call.x.element)},
-                                     {{"T", call.shape.T}, {"D", call.shape.D}}));
+  require(call, moepack::ops::check_out(call, TorchStack::describe("out", out)));
   in.fill_data(call);
   if (out.is_contiguous() && !overlaps(call, out)) {
     compute(call, out.mutable_data_ptr(), in.x());

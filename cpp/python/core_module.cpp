@@ -87,16 +87,17 @@ void pack(const std::string& name, int order, const Codes& codes, const Scales& 
   require(exponent >= -126 && exponent <= 127, "scale exponent: expected -126 .. 127");
   const std::int8_t* code = codes.data();
   std::uint8_t* out = blob.mutable_data();
+  // An int8 cell holds any int8: torchao's codes begin at -128, moepack's own at -127.
+  const int code_min = scheme.cell == moepack::Cell::int8 ? -128 : scheme.code_min;
   bool in_range = true;
   {
     const py::gil_scoped_release release;
-    for (std::int64_t i = 0; i < rows * cols; ++i)
-      in_range &= code[i] >= scheme.code_min && code[i] <= scheme.code_max;
+    for (std::int64_t i = 0; i < rows * cols; ++i) in_range &= code[i] >= code_min && code[i] <= scheme.code_max;
     if (in_range) moepack::pack(scheme, row_order(order), rows, cols, code, scales.data(), exponent, out);
   }
   if (!in_range)
-    throw py::value_error("codes: expected " + std::to_string(scheme.code_min) + " .. " +
-                          std::to_string(scheme.code_max) + " for " + name);
+    throw py::value_error("codes: expected " + std::to_string(code_min) + " .. " + std::to_string(scheme.code_max) +
+                          " for " + name);
 }
 
 moepack::PackedHeader header_of(const Bytes& blob) {
@@ -212,14 +213,15 @@ class TracedStack {
   std::size_t position_ = 0;
 };
 
+// The arguments of the functional operator, or those of its .out variant.
 template <bool routed>
 void check_call(py::args arguments) {
   TracedStack in(std::move(arguments));
   moepack::ops::Call call = moepack::ops::read_call(in, routed);
-  require(in.exhausted(), "too many arguments for the operator's schema");
+  Status status = moepack::ops::check(call);
+  if (status.ok() && !in.exhausted()) status = moepack::ops::check_out(call, in.tensor("out"));
   // The error that the CPU kernel raises, type included.
-  if (const Status status = moepack::ops::check(call); !status.ok())
-    throw std::runtime_error(std::string(call.op) + ": " + status.message());
+  if (!status.ok()) throw std::runtime_error(std::string(call.op) + ": " + status.message());
 }
 
 }  // namespace

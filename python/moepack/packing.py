@@ -1,0 +1,134 @@
+"""Packed blobs: quantized matrices as the bytes that a kernel reads.
+
+docs/reference/packed-format.md specifies them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moepack import _core
+from moepack.errors import PackedFormatError
+from moepack.quantizer import QuantizedMatrix
+from moepack.schemes import Scheme, scheme
+
+RowOrder = Literal["plain", "gate_up"]
+
+_ROW_ORDERS: tuple[RowOrder, ...] = ("plain", "gate_up")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a blob says of itself."""
+
+    version: int
+    scheme: Scheme
+    rows: int
+    cols: int
+    exponent: int
+    row_order: RowOrder
+    crc32: int
+
+
+def packed_bytes(
+    scheme_: str | Scheme, rows: int, cols: int, row_order: RowOrder = "plain"
+) -> int:
+    """Bytes of a blob of a [rows, cols] matrix, header included."""
+    try:
+        return _core.packed_bytes(scheme(scheme_).name, rows, cols, _order_number(row_order))
+    except ValueError as error:
+        raise PackedFormatError(str(error)) from None
+
+
+def pack(matrix: QuantizedMatrix, row_order: RowOrder = "plain") -> Tensor:
+    """A quantized matrix as one blob, uint8 [bytes].
+
+    `row_order="gate_up"`: the rows are [gate; up], an even number. Raises PackedFormatError on
+    codes outside the scheme's range and on shapes that do not fit each other.
+    """
+    rows, cols = matrix.codes.shape
+    blob = torch.empty(packed_bytes(matrix.scheme, rows, cols, row_order), dtype=torch.uint8)
+    try:
+        _core.pack(
+            matrix.scheme.name,
+            _order_number(row_order),
+            matrix.codes.contiguous().numpy(),
+            matrix.scales.contiguous().view(torch.uint16).numpy(),
+            matrix.exponent,
+            blob.numpy(),
+        )
+    except ValueError as error:
+        raise PackedFormatError(str(error)) from None
+    return blob
+
+
+def pack_experts(matrices: Iterable[QuantizedMatrix], row_order: RowOrder = "plain") -> Tensor:
+    """The same matrix of every expert, packed and stacked: uint8 [E, bytes].
+
+    The matrices are taken one by one. Raises PackedFormatError unless all have one scheme and one
+    shape.
+    """
+    blobs: list[Tensor] = []
+    first: tuple[str, list[int]] | None = None
+    for matrix in matrices:
+        found = (matrix.scheme.name, list(matrix.codes.shape))
+        first = first or found
+        if found != first:
+            raise PackedFormatError(
+                f"expert {len(blobs)} is {found[0]} {found[1]}, expert 0 is {first[0]} {first[1]}: "
+                "all experts of a layer need one scheme and one shape"
+            )
+        blobs.append(pack(matrix, row_order))
+    if not blobs:
+        raise PackedFormatError("no experts to pack")
+    return torch.stack(blobs)
+
+
+def unpack(blob: Tensor) -> QuantizedMatrix:
+    """The matrix that a blob holds; codes and scales come back unchanged.
+
+    Raises PackedFormatError if the bytes are not a blob that this version reads.
+    """
+    header = read_header(blob)
+    codes = torch.empty(header.rows, header.cols, dtype=torch.int8)
+    groups = header.scheme.groups(header.cols)
+    scales = torch.empty(header.rows, groups, dtype=torch.float16)
+    _core.unpack(_bytes(blob), codes.numpy(), scales.view(torch.uint16).numpy())
+    return QuantizedMatrix(header.scheme, codes, scales, header.exponent)
+
+
+def read_header(blob: Tensor) -> Header:
+    """The header of a blob. Raises PackedFormatError on foreign bytes, another version, a wrong
+    length. The payload's checksum is verify()'s."""
+    try:
+        version, name, rows, cols, exponent, order, crc32 = _core.read_header(_bytes(blob))
+    except ValueError as error:
+        raise PackedFormatError(str(error)) from None
+    return Header(version, scheme(name), rows, cols, exponent, _ROW_ORDERS[order], crc32)
+
+
+def verify(blob: Tensor) -> None:
+    """Raises PackedFormatError unless header, length and checksum of a blob are right."""
+    try:
+        _core.verify(_bytes(blob))
+    except ValueError as error:
+        raise PackedFormatError(str(error)) from None
+
+
+def _bytes(blob: Tensor) -> "_core._Bytes":
+    if blob.dtype != torch.uint8 or blob.dim() != 1:
+        raise PackedFormatError(
+            f"a blob is a one-dimensional uint8 tensor, not {blob.dtype} {list(blob.shape)}; "
+            "index a stacked [E, bytes] tensor by the expert first"
+        )
+    array: _core._Bytes = blob.detach().cpu().contiguous().numpy()
+    return array
+
+
+def _order_number(row_order: RowOrder) -> int:
+    if row_order not in _ROW_ORDERS:
+        raise PackedFormatError(f"row order {row_order!r}; supported: {', '.join(_ROW_ORDERS)}")
+    return _ROW_ORDERS.index(row_order)
