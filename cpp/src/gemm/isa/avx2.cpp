@@ -41,13 +41,13 @@ struct Avx2 : VectorAvx2 {
     sum.hi = _mm256_add_epi16(sum.hi, _mm256_maddubs_epi16(w.k4_hi, a4));
     keep_order(sum.lo, sum.hi);
   }
-  // |a| is unsigned for maddubs and the sign goes to the weights; 2 * 127 * 127 fits int16.
+  // |w| is unsigned for maddubs and its sign goes to the activations, which are never -128; 2 * 128 * 127 fits int16.
   static void mac(Int& sum, const Bytes& w, const std::int8_t* a) {
-    const __m256i one = _mm256_set1_epi16(1), x = broadcast4(a), magnitude = _mm256_abs_epi8(x);
-    sum.lo = _mm256_add_epi32(
-        sum.lo, _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(w.lo, x)), one));
-    sum.hi = _mm256_add_epi32(
-        sum.hi, _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(w.hi, x)), one));
+    const __m256i one = _mm256_set1_epi16(1), x = broadcast4(a);
+    const __m256i lo = _mm256_maddubs_epi16(_mm256_abs_epi8(w.lo), _mm256_sign_epi8(x, w.lo));
+    const __m256i hi = _mm256_maddubs_epi16(_mm256_abs_epi8(w.hi), _mm256_sign_epi8(x, w.hi));
+    sum.lo = _mm256_add_epi32(sum.lo, _mm256_madd_epi16(lo, one));
+    sum.hi = _mm256_add_epi32(sum.hi, _mm256_madd_epi16(hi, one));
   }
 
  private:
