@@ -41,7 +41,7 @@ def test_fma_rounds_once(a: float, b: float, c: float) -> None:
 
 
 def test_fma_where_rounding_twice_is_wrong() -> None:
-    # The product is 2^-24 + 2^-60. 1 + product is just above a tie of fp32; fp64 rounds it onto the tie.
+    # The product is 2^-24 + 2^-60: 1 + product is just above a tie of fp32; fp64 lands on the tie.
     a, b, c = (
         torch.tensor([1 + 2.0**-12]),
         torch.tensor([(1 - 2.0**-12 + 2.0**-24) * 2.0**-24]),
@@ -57,7 +57,8 @@ def test_fma_keeps_infinities_and_nan() -> None:
         [[inf, 2.0, inf, nan], [1.0, 3.0, 0.0, 1.0], [1.0, -inf, 1.0, 1.0]]
     ).unbind(0)
     result = fma(a, b, c)
-    assert result[:2].tolist() == [inf, -inf] and result[2:].isnan().all()
+    assert result[:2].tolist() == [inf, -inf]
+    assert result[2:].isnan().all()
 
 
 def test_exp_is_within_two_ulp_and_saturates() -> None:
@@ -65,7 +66,9 @@ def test_exp_is_within_two_ulp_and_saturates() -> None:
     expected = torch.exp(x.double())
     assert ((exp(x).double() - expected).abs() / expected).max() < 2 * 2.0**-23
     edge = exp(torch.tensor([0.0, -1e30, 1e30, math.inf, math.nan]))
-    assert edge[0] == 1.0 and edge[1:4].isfinite().all() and edge[4].isnan()
+    assert edge[0] == 1.0
+    assert edge[1:4].isfinite().all()
+    assert edge[4].isnan()
 
 
 def test_quantizing_activations_isolates_what_is_not_finite() -> None:
@@ -73,10 +76,12 @@ def test_quantizing_activations_isolates_what_is_not_finite() -> None:
     v[0, 130] = math.nan
     v[0, 256:] = 2.0**-120
     codes, scales = quantize_activations(v)
-    assert (
-        codes.shape == (1, 384) and scales[0, 0] == torch.tensor(1.0) / 127 and scales[0, 1].isnan()
-    )
-    assert (codes[0, :128] == 127).all() and (codes[0, 128:] == 0).all() and scales[0, 2] == 0
+    assert codes.shape == (1, 384)
+    assert scales[0, 0] == torch.tensor(1.0) / 127
+    assert scales[0, 1].isnan()
+    assert (codes[0, :128] == 127).all()
+    assert (codes[0, 128:] == 0).all()
+    assert scales[0, 2] == 0
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**30), st.booleans())
@@ -143,7 +148,8 @@ def test_decodes_what_the_format_says(order: int, rows: int, cols: int) -> None:
         bytearray(handmade_blob(codes.tolist(), scales.tolist(), order)), dtype=torch.uint8
     )
     matrix = decode(blob)
-    assert torch.equal(matrix.codes[:, :cols].long(), codes) and torch.equal(matrix.scales, scales)
+    assert torch.equal(matrix.codes[:, :cols].long(), codes)
+    assert torch.equal(matrix.scales, scales)
     weights = codes.double() * scales.double().repeat_interleave(32, 1)[:, :cols] / 8
     assert torch.equal(matrix.dequantize(), weights)
 

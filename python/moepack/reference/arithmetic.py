@@ -1,4 +1,4 @@
-"""fp32 arithmetic as docs/reference/op.md defines it: one rounding per operation, on every machine."""
+"""fp32 arithmetic as docs/reference/op.md defines it: one rounding per operation."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _EXP_POLYNOMIAL = (
 
 
 def fp32(value: float) -> Tensor:
-    """A scalar rounded once to fp32; torch would keep a Python float in double and divide by reciprocals."""
+    """A scalar rounded once to fp32; torch keeps Python floats in double."""
     return torch.tensor(value, dtype=torch.float32)
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c of fp32 tensors, rounded once.
 
-    The product of two fp32 numbers is exact in fp64, the sum is not: rounding it to fp64 and then to fp32 could round
-    twice. So the sum is rounded to odd (of the two doubles around it, the one with an odd last bit), from which the
-    rounding to fp32 is right because fp64 has more than two spare bits.
+    The product of two fp32 numbers is exact in fp64, the sum is not: rounding it to fp64 and then
+    to fp32 could round twice. So the sum is rounded to odd (of the two doubles around it, the one
+    with an odd last bit), from which the rounding to fp32 is right because fp64 has more than two
+    spare bits.
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
@@ -74,7 +75,7 @@ def sequential_sum(x: Tensor) -> Tensor:
 
 
 def quantize_activations(v: Tensor) -> tuple[Tensor, Tensor]:
-    """v [T, n] fp32 -> codes [T, A*128] (integers, held in fp32) and scales [T, A], A = ceil(n / 128)."""
+    """v [T, n] fp32 -> integer codes [T, A*128] held in fp32, scales [T, A]; A = ceil(n / 128)."""
     tokens, n = v.shape
     groups = -(-n // ACTIVATION_GROUP)
     padded = torch.nn.functional.pad(v, (0, groups * ACTIVATION_GROUP - n))

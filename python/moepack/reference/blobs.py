@@ -45,7 +45,8 @@ def decode(blob: Tensor) -> Matrix:
         or order not in (_PLAIN, _GATE_UP)
     ):
         raise PackedFormatError(
-            f"not a packed blob of version 1: magic {magic!r}, version {version}, cell {cell}, row order {order}"
+            f"not a packed blob of version 1: magic {magic!r}, version {version}, cell {cell}, "
+            f"row order {order}"
         )
     groups = -(-cols // group)
     group_bytes = group * _CELL_BITS[cell] // 8 * _PANEL + 2 * _PANEL

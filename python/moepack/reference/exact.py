@@ -1,4 +1,4 @@
-"""The two operators, operation by operation as docs/reference/op.md states them: bit-equal to the kernels."""
+"""The two operators, operation by operation as docs/reference/op.md states them."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def quantized_moe_ffn(
     ids = select(choice, num_activated_experts, n_group, topk_group, group_score)
     weights = weigh(scores.gather(1, ids), score_func, norm_topk, norm_eps, norm_clamp, route_scale)
     return quantized_experts(
-        x, ids, weights, packed_w13, packed_w2, bias13, bias2, hidden_dim, scheme, layout, activation, act_alpha,
-        act_limit, gate_softcap, up_softcap, limit_after_act, weight_on_input,
+        x, ids, weights, packed_w13, packed_w2, bias13, bias2, hidden_dim, scheme, layout,
+        activation, act_alpha, act_limit, gate_softcap, up_softcap, limit_after_act,
+        weight_on_input,
     )  # fmt: skip
 
 
@@ -100,7 +101,7 @@ def quantized_experts(
     tokens, slots = topk_ids.shape
     outputs = torch.zeros(tokens, slots, x.shape[1])
     codes, scales = quantize_activations(x.float())
-    for expert in topk_ids.unique().tolist():
+    for expert in sorted(set(topk_ids.flatten().tolist())):
         token, slot = (topk_ids == expert).nonzero(as_tuple=True)
         gate_up = gemm(codes[token], scales[token], decode(packed_w13[expert]))
         if bias13 is not None:

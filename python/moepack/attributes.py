@@ -1,0 +1,37 @@
+"""The attributes of the operators' schema, as values; docs/reference/op.md says what each means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ExpertAttributes:
+    """What both operators need to know about the experts, in the order of the schema."""
+
+    hidden_dim: int
+    scheme: str
+    layout: str = "moepack"
+    activation: str = "silu"
+    act_alpha: float = 1.0
+    act_limit: float = 0.0
+    gate_softcap: float = 0.0
+    up_softcap: float = 0.0
+    limit_after_act: bool = False
+    weight_on_input: bool = False
+
+
+@dataclass(frozen=True)
+class RoutingAttributes:
+    """How a router's logits become ids and weights, in the order of the schema."""
+
+    num_activated_experts: int
+    score_func: str
+    norm_topk: bool = False
+    norm_eps: float = 0.0
+    norm_clamp: bool = False
+    route_scale: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    group_score: str = "top2sum"
+    router_dtype: str = "float32"

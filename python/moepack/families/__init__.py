@@ -1,0 +1,83 @@
+"""Finding every MoE block of a model and reading it into one neutral form.
+
+A new model that uses standard experts costs nothing; another shape of code costs one file with
+`NAME`, `is_candidate(module)` and `read(module)`, and a row below.
+"""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+
+from torch import nn
+
+from moepack.families import executorch, huggingface
+from moepack.families.spec import (
+    BlockSpec,
+    Combination,
+    ExpertsSpec,
+    FoundBlock,
+    Oracle,
+    RouterSpec,
+)
+
+FAMILIES: tuple[ModuleType, ...] = (executorch, huggingface)
+
+# Classes named like an MoE block in which no family sees experts are reported, not passed over.
+_NAMED_LIKE_A_BLOCK = re.compile(r"(MoE|Moe|MOE)(Block|Layer|FFN|FeedForward)?$")
+
+
+def find_blocks(model: nn.Module) -> list[FoundBlock]:
+    """Every MoE block of the model, outermost only, each once with all its paths."""
+    found: dict[int, FoundBlock] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if any(
+            path.startswith(f"{p}.") or p == "" for block in found.values() for p in block.paths
+        ):
+            continue
+        if id(module) in found:
+            found[id(module)].paths.append(path)
+            continue
+        block = _read(path, module)
+        if block is not None:
+            found[id(module)] = block
+    return list(found.values())
+
+
+def _read(path: str, module: nn.Module) -> FoundBlock | None:
+    if is_replacement(module):
+        return None
+    for family in FAMILIES:
+        if family.is_candidate(module):
+            spec, reason = family.read(module)
+            experts = module.get_submodule(spec.experts_child) if spec is not None else module
+            return FoundBlock([path], module, family.NAME, spec, reason, id(experts))
+    if _looks_like_a_block(module):
+        reason = "it is named like an MoE block, but no family knows how its experts are stored"
+        return FoundBlock([path], module, "unknown", None, reason, id(module))
+    return None
+
+
+def _looks_like_a_block(module: nn.Module) -> bool:
+    return _NAMED_LIKE_A_BLOCK.search(type(module).__name__) is not None and not any(
+        family.is_candidate(inner) or is_replacement(inner)
+        for inner in module.modules()
+        for family in FAMILIES
+    )
+
+
+def is_replacement(module: nn.Module) -> bool:
+    """Is the module, or one of its direct children, already moepack's?"""
+    return any(getattr(type(m), "is_moepack_module", False) for m in (module, *module.children()))
+
+
+__all__ = [
+    "BlockSpec",
+    "Combination",
+    "ExpertsSpec",
+    "FoundBlock",
+    "Oracle",
+    "RouterSpec",
+    "find_blocks",
+    "is_replacement",
+]

@@ -1,0 +1,299 @@
+"""The modules that replace MoE blocks: buffers and attributes of the operators, nothing else.
+
+All state is plain tensors, so state_dict, safetensors, deepcopy, pickle and weights_only loading
+work. Casts such as `.to(torch.bfloat16)` and `.half()` never touch the values of these buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from moepack import ops, packing
+from moepack.attributes import ExpertAttributes, RoutingAttributes
+from moepack.errors import UnsupportedError
+from moepack.schemes import scheme
+
+
+class PackedExperts(nn.Module):
+    """Buffers of one layer's packed experts: E experts of width D and inner size F (`hidden_dim`).
+
+    packed_w13 [E, bytes] and packed_w2 [E, bytes] uint8, bias13 [E, 2F] and bias2 [E, D] fp32 or
+    None.
+    """
+
+    is_moepack_module = True
+
+    packed_w13: Tensor
+    packed_w2: Tensor
+    bias13: Tensor | None
+    bias2: Tensor | None
+
+    def __init__(
+        self,
+        packed_w13: Tensor,
+        packed_w2: Tensor,
+        bias13: Tensor | None,
+        bias2: Tensor | None,
+        attributes: ExpertAttributes,
+        dim: int,
+    ) -> None:
+        super().__init__()
+        _check_packed(packed_w13, packed_w2, attributes, dim)
+        self.attributes = attributes
+        self.dim = dim
+        self.hidden_dim = attributes.hidden_dim
+        self.num_experts = packed_w13.shape[0]
+        self.scheme = attributes.scheme
+        self.register_buffer("packed_w13", packed_w13)
+        self.register_buffer("packed_w2", packed_w2)
+        self.register_buffer("bias13", _fp32(bias13))
+        self.register_buffer("bias2", _fp32(bias2))
+
+    def experts(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """x [T, D], ids int64 and weights fp32 [T, K] -> [T, D] in the dtype of x."""
+        a = self.attributes
+        return ops.quantized_experts(
+            x,
+            topk_ids,
+            topk_weights,
+            self.packed_w13,
+            self.packed_w2,
+            self.bias13,
+            self.bias2,
+            a.hidden_dim,
+            a.scheme,
+            a.layout,
+            a.activation,
+            a.act_alpha,
+            a.act_limit,
+            a.gate_softcap,
+            a.up_softcap,
+            a.limit_after_act,
+            a.weight_on_input,
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedExperts:
+        """Applies moves between devices; casts leave this module's own buffers as they are."""
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, original in before.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype != original.dtype:
+                self._buffers[name] = original.to(moved.device)
+        return self
+
+    def extra_repr(self) -> str:
+        a = self.attributes
+        return f"E={self.num_experts}, D={self.dim}, F={a.hidden_dim}, {a.scheme}, {a.activation}"
+
+
+class QuantizedExperts(PackedExperts):
+    """Takes the place of a block's `experts`: the router and the block's own code stay."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [..., D], top_k_index and top_k_weights [T, K] -> hidden_states' shape."""
+        flat = hidden_states.reshape(-1, self.dim)
+        y = self.experts(flat, top_k_index.to(torch.int64), top_k_weights.to(torch.float32))
+        return y.view(hidden_states.shape)
+
+    @classmethod
+    def empty(
+        cls,
+        num_experts: int,
+        dim: int,
+        attributes: ExpertAttributes,
+        *,
+        has_bias13: bool = False,
+        has_bias2: bool = False,
+        device: torch.device | str = "meta",
+    ) -> QuantizedExperts:
+        """A module without values, to be filled by load_state_dict (`assign=True` from meta)."""
+        return cls(
+            *_empty_experts(num_experts, dim, attributes, has_bias13, has_bias2, device),
+            attributes,
+            dim,
+        )
+
+
+class QuantizedMoEFFN(PackedExperts):
+    """Takes the place of a whole MoE block: routing, experts and their sum in one operator.
+
+    y = routed (+ sigmoid(shared_gate(x)) *) (+ shared(x)). The shared expert stays the module that
+    it was, under the name that it had. x is [..., D] in fp32, bf16 or fp16; y has its dtype and
+    shape, or is [T, D] where the original block returned that (`returns="flat"`). Buffers besides
+    the experts': gate_weight [E, D], gate_bias [E], expert_bias [E], fp32.
+    """
+
+    gate_weight: Tensor
+    gate_bias: Tensor | None
+    expert_bias: Tensor | None
+
+    def __init__(
+        self,
+        gate_weight: Tensor,
+        gate_bias: Tensor | None,
+        expert_bias: Tensor | None,
+        packed_w13: Tensor,
+        packed_w2: Tensor,
+        bias13: Tensor | None,
+        bias2: Tensor | None,
+        routing: RoutingAttributes,
+        attributes: ExpertAttributes,
+    ) -> None:
+        super().__init__(packed_w13, packed_w2, bias13, bias2, attributes, gate_weight.shape[1])
+        if gate_weight.shape[0] != self.num_experts:
+            raise UnsupportedError(
+                f"gate_weight has {gate_weight.shape[0]} rows for {self.num_experts} packed experts"
+            )
+        self.routing = routing
+        self.num_activated_experts = routing.num_activated_experts
+        self.score_func = routing.score_func
+        self.route_scale = routing.route_scale
+        self.register_buffer("gate_weight", _fp32(gate_weight))
+        self.register_buffer("gate_bias", _fp32(gate_bias))
+        self.register_buffer("expert_bias", _fp32(expert_bias))
+        self.shared_name: str | None = None
+        self.shared_gate_name: str | None = None
+        self.returns = "shaped"
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.reshape(-1, self.dim)
+        shared = self.get_submodule(self.shared_name) if self.shared_name else None
+        gate = self.get_submodule(self.shared_gate_name) if self.shared_gate_name else None
+        y = combine(x, self.routed(x), shared, gate)
+        return y if self.returns == "flat" else y.view(hidden_states.shape)
+
+    def routed(self, x: Tensor) -> Tensor:
+        """The routed experts' part: x [T, D] -> [T, D]."""
+        r, a = self.routing, self.attributes
+        return ops.quantized_moe_ffn(
+            x,
+            None,
+            self.gate_weight,
+            self.gate_bias,
+            self.expert_bias,
+            self.packed_w13,
+            self.packed_w2,
+            self.bias13,
+            self.bias2,
+            r.num_activated_experts,
+            a.hidden_dim,
+            a.scheme,
+            a.layout,
+            r.score_func,
+            r.norm_topk,
+            r.norm_eps,
+            r.norm_clamp,
+            r.route_scale,
+            r.n_group,
+            r.topk_group,
+            r.group_score,
+            r.router_dtype,
+            a.activation,
+            a.act_alpha,
+            a.act_limit,
+            a.gate_softcap,
+            a.up_softcap,
+            a.limit_after_act,
+            a.weight_on_input,
+        )
+
+    def keep_shared(
+        self, shared: tuple[str, nn.Module] | None, gate: tuple[str, nn.Module] | None
+    ) -> None:
+        """Takes over the original's shared expert and its gate, under the names that they had."""
+        if shared is not None:
+            self.shared_name = shared[0]
+            self.add_module(*shared)
+        if gate is not None:
+            self.shared_gate_name = gate[0]
+            self.add_module(*gate)
+
+    @classmethod
+    def empty(
+        cls,
+        num_experts: int,
+        dim: int,
+        routing: RoutingAttributes,
+        attributes: ExpertAttributes,
+        *,
+        has_gate_bias: bool = False,
+        has_expert_bias: bool = False,
+        has_bias13: bool = False,
+        has_bias2: bool = False,
+        device: torch.device | str = "meta",
+    ) -> QuantizedMoEFFN:
+        """A module without values, to be filled by load_state_dict (`assign=True` from meta)."""
+        bias = torch.empty(num_experts, dtype=torch.float32, device=device)
+        return cls(
+            torch.empty(num_experts, dim, dtype=torch.float32, device=device),
+            bias if has_gate_bias else None,
+            bias.clone() if has_expert_bias else None,
+            *_empty_experts(num_experts, dim, attributes, has_bias13, has_bias2, device),
+            routing,
+            attributes,
+        )
+
+    def extra_repr(self) -> str:
+        r = self.routing
+        return f"{super().extra_repr()}, K={r.num_activated_experts}, {r.score_func}"
+
+
+def combine(
+    x: Tensor, routed: Tensor, shared: nn.Module | None, shared_gate: nn.Module | None
+) -> Tensor:
+    """routed + sigmoid(shared_gate(x)) * shared(x), with what is there; all [T, D]."""
+    if shared is None:
+        return routed
+    added: Tensor = shared(x)
+    if shared_gate is not None:
+        added = torch.sigmoid(shared_gate(x)) * added
+    return routed + added
+
+
+def _fp32(tensor: Tensor | None) -> Tensor | None:
+    """An own, contiguous fp32 tensor: bf16 and fp16 values are kept exactly."""
+    if tensor is None:
+        return None
+    return tensor.detach().to(torch.float32, copy=True).contiguous()
+
+
+def _check_packed(
+    packed_w13: Tensor, packed_w2: Tensor, attributes: ExpertAttributes, dim: int
+) -> None:
+    form = scheme(attributes.scheme)
+    inner = attributes.hidden_dim
+    expected = {
+        "packed_w13": packing.packed_bytes(form, 2 * inner, dim, "gate_up"),
+        "packed_w2": packing.packed_bytes(form, dim, inner, "plain"),
+    }
+    for (name, size), tensor in zip(expected.items(), (packed_w13, packed_w2), strict=True):
+        if tensor.dtype != torch.uint8 or tensor.dim() != 2 or tensor.shape[1] != size:
+            raise UnsupportedError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}; {form.name} experts of width "
+                f"{dim} and inner size {inner} need uint8 [E, {size}]"
+            )
+
+
+def _empty_experts(
+    num_experts: int,
+    dim: int,
+    attributes: ExpertAttributes,
+    has_bias13: bool,
+    has_bias2: bool,
+    device: torch.device | str,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    form, inner = scheme(attributes.scheme), attributes.hidden_dim
+    bytes13 = packing.packed_bytes(form, 2 * inner, dim, "gate_up")
+    bytes2 = packing.packed_bytes(form, dim, inner, "plain")
+    return (
+        torch.empty(num_experts, bytes13, dtype=torch.uint8, device=device),
+        torch.empty(num_experts, bytes2, dtype=torch.uint8, device=device),
+        torch.empty(num_experts, 2 * inner, dtype=torch.float32, device=device)
+        if has_bias13
+        else None,
+        torch.empty(num_experts, dim, dtype=torch.float32, device=device) if has_bias2 else None,
+    )

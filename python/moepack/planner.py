@@ -1,0 +1,214 @@
+"""What will happen to every MoE block of a model: decided once, as a value that can be printed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from torch import nn
+
+from moepack import packing
+from moepack.errors import UnsupportedError
+from moepack.families import FoundBlock, find_blocks, is_replacement
+from moepack.schemes import Scheme
+from moepack.schemes import scheme as scheme_of
+
+Action = Literal["replace", "exclude", "refuse"]
+RouterMode = Literal["fused", "outside"]
+FLOAT = "float"  # in a recipe: leave the block as it is
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """One block. `router` fused: the operator routes; outside: the block's own code does.
+
+    `why` explains an outside router, an exclusion or a refusal. Bytes are those of the experts.
+    """
+
+    path: str
+    also_at: tuple[str, ...]
+    block_class: str
+    family: str
+    action: Action
+    why: str
+    scheme: str = ""
+    router: RouterMode = "outside"
+    num_experts: int = 0
+    num_activated_experts: int | None = None
+    model_dim: int = 0
+    inner_dim: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All blocks of a model. `already_packed` counts moepack's own modules that were found."""
+
+    blocks: tuple[BlockPlan, ...]
+    already_packed: int = 0
+
+    @property
+    def replaced(self) -> tuple[BlockPlan, ...]:
+        return tuple(block for block in self.blocks if block.action == "replace")
+
+    @property
+    def refused(self) -> tuple[BlockPlan, ...]:
+        return tuple(block for block in self.blocks if block.action == "refuse")
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(block.bytes_before for block in self.replaced)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(block.bytes_after for block in self.replaced)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "blocks": [asdict(block) for block in self.blocks],
+            "already_packed": self.already_packed,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+        }
+
+    def __str__(self) -> str:
+        if not self.blocks:
+            return (
+                f"{self.already_packed} MoE blocks, all packed already"
+                if self.already_packed
+                else "no MoE block found"
+            )
+        rows = [_TITLES, *(_row(block) for block in self.blocks)]
+        return f"{table(rows)}\nexperts: {self.bytes_before:,} -> {self.bytes_after:,} bytes"
+
+
+_TITLES = ("block", "class", "E", "K", "D", "F", "scheme", "router", "bytes", "packed", "remark")
+
+
+def _row(block: BlockPlan) -> tuple[str, ...]:
+    top_k = "?" if block.num_activated_experts is None else str(block.num_activated_experts)
+    sizes = (str(block.num_experts), top_k, str(block.model_dim), str(block.inner_dim))
+    if block.action != "replace":
+        remark = f"{block.action}d: {block.why}"
+        return (_name(block), block.block_class, *sizes, "-", "-", "-", "-", remark)
+    saved = (f"{block.bytes_before:,}", f"{block.bytes_after:,}")
+    return (_name(block), block.block_class, *sizes, block.scheme, block.router, *saved, block.why)
+
+
+def _name(block: BlockPlan) -> str:
+    return " = ".join(path or "(root)" for path in (block.path, *block.also_at))
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned by spaces, the first row a title."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def plan(
+    model: nn.Module,
+    scheme: str | Scheme = "int4-g32",
+    *,
+    exclude: Sequence[str] = (),
+    recipe: Mapping[str, str] | None = None,
+    router: Literal["auto", "outside"] = "auto",
+) -> Plan:
+    """Finds every MoE block and says what `quantize_` would do with it. Changes nothing.
+
+    Patterns are module paths with shell wildcards. `recipe` maps patterns to schemes, or to "float"
+    to leave a block as it is; the first match wins, then `exclude`, then `scheme`. A pattern that
+    matches no block is an UnsupportedError. `router="outside"` leaves every router in PyTorch.
+    """
+    return plan_blocks(
+        model, find_blocks(model), scheme, exclude=exclude, recipe=recipe, router=router
+    )
+
+
+def plan_blocks(
+    model: nn.Module,
+    found: Sequence[FoundBlock],
+    scheme: str | Scheme,
+    *,
+    exclude: Sequence[str],
+    recipe: Mapping[str, str] | None,
+    router: Literal["auto", "outside"],
+) -> Plan:
+    """`plan` for blocks that were found already."""
+    rules = dict(recipe or {}) | dict.fromkeys(exclude, FLOAT)
+    _check_patterns(rules, found)
+    outside_because = _why_all_outside(model, router)
+    blocks = (_plan_block(block, scheme, rules, outside_because) for block in found)
+    packed = {id(m) for m in model.modules() if is_replacement(m) and not _holds_packed(m)}
+    return Plan(tuple(blocks), len(packed))
+
+
+def _holds_packed(module: nn.Module) -> bool:
+    return not getattr(type(module), "is_moepack_module", False)
+
+
+def _check_patterns(rules: Mapping[str, str], found: Sequence[FoundBlock]) -> None:
+    for pattern, value in rules.items():
+        if value != FLOAT:
+            scheme_of(value)
+        if not any(_matches(pattern, block) for block in found):
+            paths = ", ".join(block.path or "(root)" for block in found) or "none"
+            raise UnsupportedError(f"pattern {pattern!r} matches no MoE block; blocks: {paths}")
+
+
+def _matches(pattern: str, block: FoundBlock) -> bool:
+    return any(fnmatchcase(path, pattern) for path in block.paths)
+
+
+def _why_all_outside(model: nn.Module, router: str) -> str:
+    if router == "outside":
+        return "asked for"
+    if router != "auto":
+        raise UnsupportedError(f"router {router!r}; supported: auto, outside")
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        return "the config asks for router logits, which are taken from the router modules"
+    return ""
+
+
+def _plan_block(
+    block: FoundBlock, default: str | Scheme, rules: Mapping[str, str], outside_because: str
+) -> BlockPlan:
+    names = (block.path, tuple(block.paths[1:]), type(block.module).__name__, block.family)
+    chosen = next((value for p, value in rules.items() if _matches(p, block)), default)
+    if chosen == FLOAT:
+        return BlockPlan(*names, "exclude", "by name")
+    if block.spec is None:
+        return BlockPlan(*names, "refuse", block.refused_because)
+    form, spec = scheme_of(chosen), block.spec
+    outside_because = outside_because or spec.outside_because
+    is_fused = spec.router is not None and not outside_because
+    e = spec.experts
+    biases = 0 if not e.has_bias else e.num_experts * (2 * e.inner_dim + e.model_dim)
+    packed = e.num_experts * (
+        packing.packed_bytes(form, 2 * e.inner_dim, e.model_dim, "gate_up")
+        + packing.packed_bytes(form, e.model_dim, e.inner_dim, "plain")
+    )
+    return BlockPlan(
+        *names,
+        "replace",
+        "" if is_fused else f"router outside: {outside_because}",
+        form.name,
+        "fused" if is_fused else "outside",
+        e.num_experts,
+        spec.router.attributes.num_activated_experts if spec.router else _top_k(block.module),
+        e.model_dim,
+        e.inner_dim,
+        (3 * e.num_experts * e.inner_dim * e.model_dim + biases) * e.dtype_bytes,
+        packed + 4 * biases,
+    )
+
+
+def _top_k(block: nn.Module) -> int | None:
+    for module in (*block.children(), block):
+        value = getattr(module, "top_k", None)
+        if isinstance(value, int):
+            return value
+    return None

@@ -1,0 +1,300 @@
+"""Replacing MoE blocks by packed ones, and turning packed models back into float modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from moepack import packing, quantizer, verification
+from moepack.attributes import ExpertAttributes
+from moepack.dequantized import dequantize_
+from moepack.errors import BadWeights, NoMoEBlock, UnsupportedError
+from moepack.families import BlockSpec, ExpertsSpec, FoundBlock, find_blocks
+from moepack.modules import PackedExperts, QuantizedExperts, QuantizedMoEFFN
+from moepack.planner import BlockPlan, plan_blocks
+from moepack.schemes import Scheme
+from moepack.transform_report import BlockReport, Report
+
+__all__ = ["BlockReport", "Report", "dequantize_", "quantize_", "replace_moe_with_quantized_op"]
+
+Progress = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
+
+
+def quantize_(
+    model: nn.Module,
+    scheme: str | Scheme = "int4-g32",
+    *,
+    exclude: Sequence[str] = (),
+    recipe: Mapping[str, str] | None = None,
+    router: Literal["auto", "outside"] = "auto",
+    rule: quantizer.Rule = "search",
+    verify: bool = True,
+    sqnr_floor: float | Mapping[str, float] | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Packs the experts of every MoE block, in place. Use the model in `Report.model`.
+
+    `scheme`, `exclude`, `recipe`, `router` as in `moepack.plan`. `sqnr_floor` in dB, for all blocks
+    or by path pattern. `progress(what, done, total)` is called before each block.
+
+    All blocks are read and checked first: structure (UnsupportedError, NoMoEBlock), finite weights
+    (BadWeights), the adapter against the original (VerificationError). If that fails the model has
+    not been touched. Then block after block is packed and its original dropped. If a block then
+    falls below the SQNR floor (VerificationError) it stays in float, the ones before it stay
+    packed. A model that is packed already is left alone, and the report says so.
+    """
+    found = find_blocks(model)
+    decided = plan_blocks(model, found, scheme, exclude=exclude, recipe=recipe, router=router)
+    report = Report(model, decided)
+    if not _anything_to_do(report):
+        return report
+    work = [
+        _Work(block, decision)
+        for block, decision in zip(found, decided.blocks, strict=True)
+        if decision.action == "replace"
+    ]
+    found.clear()  # `work` alone keeps the originals now, and lets go of them one by one
+    _check_all(work, verify, progress)
+    packed: dict[int, _Packed] = {}
+
+    def replace(item: _Work) -> None:
+        if item.block.experts_of not in packed:
+            packed[item.block.experts_of] = _pack(item.spec, item.plan, rule, threads)
+        new = _build(item, packed[item.block.experts_of])
+        report.blocks.append(_verified(item, new, rule, verify, sqnr_floor))
+        report.model = _put(report.model, item, new)
+
+    total = len(work)
+    while work:
+        _tell(progress, f"packing {work[0].plan.path or '(root)'}", total - len(work), total)
+        replace(work.pop(0))  # nothing here refers to the original afterwards: its memory is free
+    return report
+
+
+@dataclass
+class _Work:
+    block: FoundBlock
+    plan: BlockPlan
+    adapter: verification.AdapterCheck | None = None
+
+    @property
+    def spec(self) -> BlockSpec:
+        assert self.block.spec is not None
+        return self.block.spec
+
+
+@dataclass(frozen=True)
+class _Packed:
+    w13: Tensor
+    w2: Tensor
+    bias13: Tensor | None
+    bias2: Tensor | None
+
+
+def _tell(progress: Progress | None, what: str, done: int, total: int) -> None:
+    if progress is not None:
+        progress(what, done, total)
+
+
+def _anything_to_do(report: Report) -> bool:
+    decided = report.plan
+    if decided.refused:
+        reasons = "; ".join(
+            f"{b.path or '(root)'} ({b.block_class}): {b.why}" for b in decided.refused
+        )
+        raise UnsupportedError(
+            f"{len(decided.refused)} MoE blocks cannot be packed: {reasons}. To leave them as they "
+            f"are, name them: exclude=[{decided.refused[0].path!r}, ...]"
+        )
+    if not decided.blocks and decided.already_packed:
+        report.note = f"nothing to do: {decided.already_packed} MoE blocks are packed already"
+    elif not decided.blocks:
+        raise NoMoEBlock(
+            f"{type(report.model).__name__} holds no MoE block: no module has a child `experts` "
+            "(Hugging Face) or `cond_ffn` (ExecuTorch's MOEFeedForward)"
+        )
+    return bool(decided.replaced)
+
+
+def _check_all(work: Sequence[_Work], verify: bool, progress: Progress | None) -> None:
+    for item in work:
+        _check_device(item.plan.path, item.spec)
+    for done, item in enumerate(work):
+        _tell(progress, f"checking {item.plan.path or '(root)'}", done, len(work))
+        _check_finite(item.plan.path, item.spec)
+        if verify:
+            item.adapter = verification.check_adapter(
+                item.plan.path, item.spec, fused=item.plan.router == "fused"
+            )
+
+
+def _check_device(path: str, spec: BlockSpec) -> None:
+    tensors = [spec.experts.w13(0), spec.experts.w2(0)]
+    if spec.router is not None:
+        tensors.append(spec.router.gate_weight)
+    for tensor in tensors:
+        if tensor.device.type == "meta":
+            raise BadWeights(
+                f"{path or '(root)'}: its weights are on the meta device, without values; load the "
+                "checkpoint first, then quantize"
+            )
+        if tensor.device.type != "cpu":
+            raise UnsupportedError(
+                f"{path or '(root)'}: its weights are on {tensor.device}; move the model to the CPU"
+            )
+
+
+def _check_finite(path: str, spec: BlockSpec) -> None:
+    where = path or "(root)"
+    for expert in range(spec.experts.num_experts):
+        for name in ("w13", "w2", "bias13", "bias2"):
+            values = getattr(spec.experts, name)(expert)
+            if values is not None and not values.isfinite().all():
+                raise BadWeights(f"{where} expert {expert} {name}: {_first_bad(values)}")
+    if spec.router is not None:
+        for name in ("gate_weight", "gate_bias", "expert_bias"):
+            values = getattr(spec.router, name)
+            if values is not None and not values.isfinite().all():
+                raise BadWeights(f"{where} router {name}: {_first_bad(values)}")
+
+
+def _first_bad(values: Tensor) -> str:
+    row, *col = (~values.isfinite()).nonzero()[0].tolist()
+    value = values[row][col[0]].item() if col else values[row].item()
+    at = f"row {row}" + (f", column {col[0]}" if col else "")
+    return f"{at} is {value}; weights have to be finite"
+
+
+def _pack(
+    spec: BlockSpec, decision: BlockPlan, rule: quantizer.Rule, threads: int | None
+) -> _Packed:
+    experts = spec.experts
+
+    def packed(name: str, read: Callable[[int], Tensor], row_order: packing.RowOrder) -> Tensor:
+        matrices = quantizer.quantize_experts(
+            (
+                (f"{decision.path or '(root)'} expert {e} {name}", partial(read, e))
+                for e in range(experts.num_experts)
+            ),
+            decision.scheme,
+            rule,
+            threads,
+        )
+        return packing.pack_experts(matrices, row_order)
+
+    return _Packed(
+        packed("w13", experts.w13, "gate_up"),
+        packed("w2", experts.w2, "plain"),
+        *_stacked_biases(experts),
+    )
+
+
+def _stacked_biases(experts: ExpertsSpec) -> tuple[Tensor | None, Tensor | None]:
+    def stack(read: Callable[[int], Tensor | None]) -> Tensor | None:
+        biases = [b for e in range(experts.num_experts) if (b := read(e)) is not None]
+        return torch.stack(biases).float() if biases else None
+
+    return stack(experts.bias13), stack(experts.bias2)
+
+
+def _build(item: _Work, packed: _Packed) -> PackedExperts:
+    spec, decision = item.spec, item.plan
+    attributes = ExpertAttributes(
+        spec.experts.inner_dim, decision.scheme, activation=spec.experts.activation
+    )
+    tensors = (packed.w13, packed.w2, packed.bias13, packed.bias2)
+    original = item.block.module
+    if decision.router == "outside" or spec.router is None:
+        experts = QuantizedExperts(*tensors, attributes, spec.experts.model_dim)
+        return experts.train(original.training)
+    router = spec.router
+    new = QuantizedMoEFFN(
+        router.gate_weight,
+        router.gate_bias,
+        router.expert_bias,
+        *tensors,
+        router.attributes,
+        attributes,
+    )
+    new.training = original.training  # not train(): the shared expert keeps its own mode
+    new.returns = spec.combination.returns
+    shared, gate = (
+        (name, original.get_submodule(name)) if name else None
+        for name in (spec.combination.shared, spec.combination.shared_gate)
+    )
+    new.keep_shared(shared, gate)
+    return new
+
+
+def _verified(
+    item: _Work,
+    new: PackedExperts,
+    rule: quantizer.Rule,
+    verify: bool,
+    sqnr_floor: float | Mapping[str, float] | None,
+) -> BlockReport:
+    decision = item.plan
+    size = sum(b.numel() * b.element_size() for b in (new.packed_w13, new.packed_w2))
+    size += sum(4 * b.numel() for b in (new.bias13, new.bias2) if b is not None)
+    base = (decision.path, decision.also_at, decision.scheme, rule, decision.router)
+    if not verify or item.adapter is None:
+        return BlockReport(*base, decision.bytes_before, size)
+    check = verification.check_quantized(decision.path, item.spec, new)
+    verification.check_floor(
+        decision.path, check, decision.scheme, _floor_for(decision, sqnr_floor)
+    )
+    sampled = f"all {item.adapter.experts} experts, {check.tokens} tokens"
+    if decision.router == "fused":
+        sampled += f"; router: {item.adapter.tokens} tokens"
+    return BlockReport(
+        *base,
+        decision.bytes_before,
+        size,
+        item.adapter.error,
+        check.sqnr_db,
+        check.worst_expert_db,
+        sampled,
+    )
+
+
+def _floor_for(decision: BlockPlan, sqnr_floor: float | Mapping[str, float] | None) -> float | None:
+    if not isinstance(sqnr_floor, Mapping):
+        return sqnr_floor
+    paths = (decision.path, *decision.also_at)
+    matching = (v for p, v in sqnr_floor.items() if any(fnmatchcase(path, p) for path in paths))
+    return next(matching, None)
+
+
+def _put(model: nn.Module, item: _Work, new: PackedExperts) -> nn.Module:
+    """Puts the new module at every path of the old one; returns the root."""
+    for path in item.block.paths:
+        if isinstance(new, QuantizedExperts):
+            path = f"{path}.{item.spec.experts_child}".removeprefix(".")
+        if path == "":
+            return new
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, new)
+    return model
+
+
+def replace_moe_with_quantized_op(
+    model: nn.Module, *, group_size: int = 32, weight_nbit: int = 4
+) -> nn.Module:
+    """The call of ExecuTorch's own transform, with moepack's operator. Returns the root.
+
+    Differences: a model without an MoE block is an error, a root that is itself the block is
+    replaced, every block is verified, and score_func "softmax_all" and Hugging Face blocks work. As
+    there, the replacements keep the shape of their input.
+    """
+    report = quantize_(model, f"int{weight_nbit}-g{group_size}")
+    for module in report.model.modules():
+        if isinstance(module, QuantizedMoEFFN):
+            module.returns = "shaped"
+    return report.model

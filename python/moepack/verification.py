@@ -1,0 +1,202 @@
+"""A replacement is compared with what it replaces before the original goes.
+
+The adapter: the neutral form of a block, in float, against the original's own code: every expert
+forced through given ids, the router and what surrounds it with a stand-in for the experts. The
+quantization: the kernel against the float form, expert by expert.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moepack.attributes import ExpertAttributes
+from moepack.errors import VerificationError
+from moepack.families.spec import BlockSpec, ExpertsSpec, RouterSpec
+from moepack.modules import PackedExperts, QuantizedMoEFFN, combine
+from moepack.reference import float_mode
+from moepack.schemes import scheme
+
+ADAPTER_TOLERANCE = 1e-4
+# Far below what sound weights give (about 18 and 33 dB): a floor finds faults, not roughness.
+SQNR_FLOOR_DB = {4: 10.0, 8: 20.0}
+
+_ROUTER_TOKENS = 256
+_TOKENS_PER_EXPERT = 2
+_WINDOW_BYTES = 256 * 2**20
+# Selections are compared where the margin, relative to the largest score, is above fp32's rounding.
+_MARGIN = 1e-4
+
+
+@dataclass(frozen=True)
+class AdapterCheck:
+    """Largest relative error; `tokens` of the router's probes had a margin that decides."""
+
+    error: float
+    experts: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class QuantizationCheck:
+    """Signal to quantization noise over all experts, and of the worst one."""
+
+    sqnr_db: float
+    worst_expert_db: float
+    worst_expert: int
+    tokens: int
+
+
+def probes(tokens: int, dim: int, seed: int = 0) -> Tensor:
+    """[T, D] fp32 with rows from faint to large, so that clamps and saturation engage."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** (1.5 * torch.rand(tokens, 1, generator=generator) - 0.75)
+    return torch.randn(tokens, dim, generator=generator) * scale
+
+
+@torch.no_grad()
+def check_adapter(path: str, spec: BlockSpec, *, fused: bool = True) -> AdapterCheck:
+    """Raises VerificationError where the neutral form is not what the original block computes."""
+    error = _experts_error(spec)
+    _refuse(path, "the experts", error)
+    tokens = 0
+    if spec.router is not None and fused:
+        around, tokens = _around_experts_error(path, spec, spec.router)
+        _refuse(path, "the router, the shared expert or their sum", around)
+        error = max(error, around)
+    return AdapterCheck(error, spec.experts.num_experts, tokens)
+
+
+def _refuse(path: str, what: str, error: float) -> None:
+    if not error <= ADAPTER_TOLERANCE:
+        raise VerificationError(
+            f"{path or '(root)'}: moepack's reading of {what} differs from the original by "
+            f"{error:.2g} (relative; allowed {ADAPTER_TOLERANCE:g}). The block computes something "
+            "that moepack does not know: use router='outside' if only routing differs, or exclude"
+        )
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """The largest over rows of |found - expected| / |expected|; NaN if a number is not finite."""
+    if found.shape[0] == 0:
+        return 0.0
+    norm = expected.norm(dim=-1)
+    error = (found - expected).norm(dim=-1)
+    return float((error / norm.clamp(min=torch.finfo(norm.dtype).tiny)).max())
+
+
+def _experts_error(spec: BlockSpec) -> float:
+    experts = spec.experts
+    bytes_each = 3 * experts.model_dim * experts.inner_dim * 4
+    window = max(1, min(experts.num_experts, _WINDOW_BYTES // bytes_each))
+    errors = []
+    for first in range(0, experts.num_experts, window):
+        last = min(first + window, experts.num_experts)
+        count = last - first
+        x = probes(max(2, count), experts.model_dim, seed=first)
+        token = torch.arange(x.shape[0])
+        ids = torch.stack([token % count, (token + 1) % count], dim=1)
+        weights = 0.2 + torch.rand(ids.shape, generator=torch.Generator().manual_seed(first))
+        expected = spec.oracle.experts(first, last)(x, ids, weights)
+        errors.append(relative_error(_float_experts(experts, x, ids + first, weights), expected))
+    return _largest(errors)
+
+
+def _largest(errors: list[float]) -> float:
+    return math.nan if any(math.isnan(e) for e in errors) else max(errors)
+
+
+def _float_experts(experts: ExpertsSpec, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    attributes = ExpertAttributes(experts.inner_dim, "", activation=experts.activation)
+    return float_mode.experts(x, ids, weights, experts.reader, attributes)
+
+
+def _around_experts_error(path: str, spec: BlockSpec, router: RouterSpec) -> tuple[float, int]:
+    """The original with a stand-in for its experts, against what we read around them."""
+    dim = spec.experts.model_dim
+    generator = torch.Generator().manual_seed(1)
+    slope = torch.randn(spec.experts.num_experts, 1, generator=generator)
+    offset = torch.randn(spec.experts.num_experts, dim, generator=generator)
+
+    def stand_in(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return ((x[:, None] * slope[ids] + offset[ids]) * weights[..., None]).sum(1)
+
+    x = probes(_ROUTER_TOKENS, dim)
+    original = spec.oracle.block(stand_in)
+    expected = original(x[None])
+    combination = spec.combination
+    shape = x.shape if combination.returns == "flat" else (1, *x.shape)
+    if not isinstance(expected, Tensor) or expected.shape != shape:
+        kind = list(expected.shape) if isinstance(expected, Tensor) else type(expected).__name__
+        raise VerificationError(f"{path or '(root)'}: returns {kind}; expected {list(shape)}")
+    routing, is_decided = route_decided(x, router)
+    shared, gate = (
+        original.get_submodule(name) if name else None
+        for name in (combination.shared, combination.shared_gate)
+    )
+    found = combine(x, stand_in(x, routing.ids, routing.weights.float()), shared, gate)
+    expected = expected.reshape(x.shape)[is_decided]
+    return relative_error(found[is_decided], expected), int(is_decided.sum())
+
+
+def route_decided(x: Tensor, router: RouterSpec) -> tuple[float_mode.Routing, Tensor]:
+    """Routing in fp64, and for which tokens rounding in fp32 cannot change the selection."""
+    routing = float_mode.route(
+        x.double(), router.gate_weight, router.gate_bias, router.expert_bias, router.attributes
+    )
+    return routing, routing.margin > _MARGIN * routing.largest
+
+
+@torch.no_grad()
+def check_quantized(path: str, spec: BlockSpec, module: PackedExperts) -> QuantizationCheck:
+    """The kernel against the float form: every expert, then, if the router is fused, routing."""
+    experts = spec.experts
+    x = probes(experts.num_experts * _TOKENS_PER_EXPERT, experts.model_dim)
+    ids = torch.arange(x.shape[0])[:, None] % experts.num_experts
+    ones = torch.ones(ids.shape)
+    expected = _float_experts(experts, x, ids, ones)
+    noise = module.experts(x, ids, ones) - expected
+    by_expert = [
+        t.double().square().sum(-1).view(-1, experts.num_experts).sum(0) for t in (expected, noise)
+    ]
+    each = [_decibels(s, n) for s, n in zip(*(t.tolist() for t in by_expert), strict=True)]
+    worst = min(range(len(each)), key=lambda e: each[e])
+    if isinstance(module, QuantizedMoEFFN) and spec.router is not None:
+        _check_fused_routing(path, module, spec.router, x)
+    total = _decibels(float(by_expert[0].sum()), float(by_expert[1].sum()))
+    return QuantizationCheck(total, each[worst], worst, x.shape[0])
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if math.isnan(noise):
+        return -math.inf
+    if noise == 0.0:
+        return math.inf
+    return 10.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf
+
+
+def _check_fused_routing(path: str, module: QuantizedMoEFFN, router: RouterSpec, x: Tensor) -> None:
+    """The fused operator against the experts' one with ids and weights of the float router."""
+    routing, is_decided = route_decided(x, router)
+    outside = module.experts(x, routing.ids, routing.weights.float())
+    unrounded = copy.copy(module)  # shares the buffers
+    unrounded.routing = replace(module.routing, router_dtype="float32")
+    error = relative_error(unrounded.routed(x)[is_decided], outside[is_decided])
+    _refuse(path, "routing inside the operator", error)
+
+
+def check_floor(
+    path: str, check: QuantizationCheck, scheme_name: str, floor_db: float | None
+) -> None:
+    """Raises VerificationError if the total or the worst expert's SQNR is below the floor."""
+    floor = SQNR_FLOOR_DB[scheme(scheme_name).bits] if floor_db is None else floor_db
+    if check.sqnr_db < floor or check.worst_expert_db < floor:
+        raise VerificationError(
+            f"{path or '(root)'}: {scheme_name} leaves {check.sqnr_db:.1f} dB SQNR, worst expert "
+            f"{check.worst_expert} {check.worst_expert_db:.1f} dB; the floor is {floor:g} dB. "
+            f"Use a finer scheme for this block, or lower the floor: sqnr_floor={{{path!r}: ...}}"
+        )
