@@ -1,0 +1,50 @@
+"""The experts of the model to export: packed here, or found packed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from moepack.modules import PackedExperts, QuantizedExperts
+from moepack.transform import quantize_
+
+
+def pack_experts(
+    model: nn.Module, scheme: str, options: Mapping[str, Any]
+) -> dict[str, float | None]:
+    """Quantizes the experts in place and returns the SQNR in dB by block path.
+
+    A model whose experts are packed already is left alone; its SQNR is not known any more.
+    """
+    found = packed_modules(model)
+    if found:
+        return dict.fromkeys(found)
+    report = quantize_(model, scheme=scheme, **options)
+    return {block.path: block.sqnr_db for block in report.blocks}
+
+
+def packed_modules(model: nn.Module) -> dict[str, PackedExperts]:
+    return {p: m for p, m in model.named_modules() if isinstance(m, PackedExperts)}
+
+
+def packed_scheme(model: nn.Module) -> str:
+    """The scheme of the packed experts; several are joined by a plus sign."""
+    return "+".join(sorted({module.scheme for module in packed_modules(model).values()}))
+
+
+def router_paths(model: nn.Module) -> frozenset[str]:
+    """Modules beside experts whose routing stayed outside the operator: they keep their precision."""
+    paths: set[str] = set()
+    for path, module in packed_modules(model).items():
+        if not isinstance(module, QuantizedExperts):
+            continue
+        block_path = path.rpartition(".")[0]
+        block = model.get_submodule(block_path)
+        for name in ("gate", "router"):
+            router = getattr(block, name, None)
+            if isinstance(router, nn.Module):
+                root = f"{block_path}.{name}" if block_path else name
+                paths |= {f"{root}.{p}" if p else root for p, _ in router.named_modules()}
+    return frozenset(paths)

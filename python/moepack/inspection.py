@@ -1,0 +1,237 @@
+"""What a file holds: a .pte, an exported directory, a packed blob, or a safetensors file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moepack import packing
+from moepack.errors import MoePackError, PackedFormatError
+from moepack.manifest import (
+    FILE_NAME,
+    PROGRAM,
+    Manifest,
+    content_differences,
+    size_differences,
+)
+from moepack.program_file import Call, Constant, ProgramFile, open_program
+from moepack.runtime import executorch_runtime, missing_from_runtime
+
+_BLOB_MAGIC = b"MOEP"
+
+
+@dataclass(frozen=True)
+class PackedStack:
+    """One stacked tensor of packed experts, as its headers describe it."""
+
+    where: str
+    experts: int
+    bytes: int
+    scheme: str
+    rows: int
+    cols: int
+    row_order: str
+    version: int
+
+
+@dataclass
+class Inspection:
+    """`problems` are what is wrong with the file; `missing` is what this machine lacks."""
+
+    path: str
+    kind: str
+    bytes: int
+    methods: list[dict[str, Any]] = field(default_factory=list)
+    operators: list[str] = field(default_factory=list)
+    delegates: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    packed: list[PackedStack] = field(default_factory=list)
+    manifest: dict[str, Any] | None = None
+    verified: bool = False
+    problems: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def inspect(path: str | Path, *, verify: bool = False) -> Inspection:
+    """Reads structure and headers; with `verify` every checksum as well.
+
+    Raises MoePackError when the file is missing, of no known kind, or too damaged to describe.
+    """
+    place = Path(path)
+    if place.is_dir():
+        return _inspect_directory(place, verify)
+    if not place.is_file():
+        raise MoePackError(f"{place}: no such file")
+    with place.open("rb") as file:
+        head = file.read(8)
+    if head[4:8] == b"ET12":
+        return _inspect_program(place, verify)
+    if head[:4] == _BLOB_MAGIC:
+        return _inspect_blob(place, verify)
+    if place.suffix == ".safetensors":
+        return _inspect_safetensors(place, verify)
+    raise MoePackError(
+        f"{place}: neither an ExecuTorch program, nor an exported directory, nor a packed blob, "
+        "nor a .safetensors file"
+    )
+
+
+def _inspect_directory(directory: Path, verify: bool) -> Inspection:
+    if not (directory / FILE_NAME).is_file() and any(directory.glob("*.safetensors")):
+        return _inspect_checkpoint(directory, verify)
+    manifest = Manifest.read(directory)
+    differences = (content_differences if verify else size_differences)(directory, manifest.files)
+    size = sum(path.stat().st_size for path in directory.iterdir() if path.is_file())
+    if not (directory / PROGRAM).is_file():
+        raise MoePackError(f"{directory}: no {PROGRAM}; export it again")
+    try:
+        found = _inspect_program(directory / PROGRAM, verify)
+    except MoePackError as error:
+        found = Inspection(str(directory), "exported directory", size)
+        differences.append(str(error))
+    found.path, found.kind, found.bytes = str(directory), "exported directory", size
+    found.manifest = manifest.to_json()
+    found.problems = differences + found.problems
+    return found
+
+
+def _inspect_checkpoint(directory: Path, verify: bool) -> Inspection:
+    """A packed checkpoint, or any other directory of safetensors files."""
+    result = Inspection(str(directory), "checkpoint directory", 0, verified=verify)
+    for path in sorted(directory.glob("*.safetensors")):
+        part = _inspect_safetensors(path, verify)
+        result.bytes += part.bytes
+        result.packed += part.packed
+        result.problems += part.problems
+    return result
+
+
+def _inspect_program(path: Path, verify: bool) -> Inspection:
+    file = open_program(path)
+    result = Inspection(
+        path=str(path),
+        kind="ExecuTorch program",
+        bytes=len(file.data),
+        methods=[
+            {
+                "name": method.name,
+                "instructions": len(method.calls),
+                "delegates": len(method.delegates),
+                "planned_bytes": method.planned_bytes,
+            }
+            for method in file.methods
+        ],
+        operators=sorted(file.operators()),
+        delegates=sorted(file.delegates()),
+        missing=_missing(file),
+        verified=verify,
+    )
+    for where, constant in _packed_constants(file):
+        _add_stack(result, where, _stack(file, constant), verify)
+    return result
+
+
+def _missing(file: ProgramFile) -> list[str]:
+    """What this machine lacks to run the program, also where no library of ours can be loaded."""
+    try:
+        return missing_from_runtime(file, executorch_runtime())
+    except MoePackError:
+        return missing_from_runtime(file, executorch_runtime(moepack_kernels=False))
+    except ImportError:
+        return sorted(file.operators()) + sorted(file.delegates())
+
+
+def _packed_constants(file: ProgramFile) -> Iterator[tuple[str, Constant]]:
+    seen: set[int] = set()
+    for method in file.methods:
+        calls = [call for call in method.calls if call.operator.startswith("moepack::")]
+        for index, call in enumerate(calls):
+            for name, constant in zip(("w13", "w2"), _blobs(file, call), strict=False):
+                if constant.offset not in seen:
+                    seen.add(constant.offset)
+                    yield f"{method.name} call {index} {name}", constant
+
+
+def _blobs(file: ProgramFile, call: Call) -> list[Constant]:
+    """The packed tensors among a call's constants: the ones whose bytes begin like a blob."""
+    return [c for c in call.constants if file.data[c.offset : c.offset + 4] == _BLOB_MAGIC]
+
+
+def _stack(file: ProgramFile, constant: Constant) -> Tensor:
+    experts, size = constant.shape
+    end = constant.offset + experts * size
+    if end > len(file.data):
+        raise MoePackError(f"{file.path}: packed experts end at byte {end}, the file before")
+    mapped = np.frombuffer(file.data[constant.offset : end], dtype=np.uint8)
+    return _readonly(mapped).view(experts, size)
+
+
+def _inspect_blob(path: Path, verify: bool) -> Inspection:
+    result = Inspection(str(path), "packed blob", path.stat().st_size, verified=verify)
+    blob = _readonly(np.fromfile(path, dtype=np.uint8))
+    _add_stack(result, path.name, blob[None], verify)
+    return result
+
+
+def _inspect_safetensors(path: Path, verify: bool) -> Inspection:
+    from safetensors import safe_open
+
+    result = Inspection(str(path), "safetensors", path.stat().st_size, verified=verify)
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  not a dict
+                if name.endswith(("packed_w13", "packed_w2")):
+                    _add_stack(result, name, file.get_tensor(name), verify)
+    except MoePackError:
+        raise
+    except Exception as error:  # safetensors has its own exception type, and OSError
+        raise MoePackError(f"{path}: damaged safetensors file: {error}") from error
+    return result
+
+
+def _add_stack(result: Inspection, where: str, stack: Tensor, verify: bool) -> None:
+    try:
+        headers = [packing.read_header(blob) for blob in stack]
+    except PackedFormatError as error:
+        result.problems.append(f"{where}: {error}")
+        return
+    first = headers[0]
+    for expert, (header, blob) in enumerate(zip(headers, stack, strict=True)):
+        if (header.scheme, header.rows, header.cols) != (first.scheme, first.rows, first.cols):
+            result.problems.append(f"{where} expert {expert}: shape or scheme differs from expert 0")
+        if verify:
+            try:
+                packing.verify(blob)
+            except PackedFormatError as error:
+                result.problems.append(f"{where} expert {expert}: {error}")
+    result.packed.append(
+        PackedStack(
+            where=where,
+            experts=len(headers),
+            bytes=stack.numel(),
+            scheme=first.scheme.name,
+            rows=first.rows,
+            cols=first.cols,
+            row_order=first.row_order,
+            version=first.version,
+        )
+    )
+
+
+def _readonly(array: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
+    """A tensor over bytes that nobody here writes; torch would warn about each."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(array)
+
+
