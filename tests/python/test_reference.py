@@ -11,11 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from moepack import ops, packing, quantizer, reference
 from moepack.errors import PackedFormatError, UnsupportedError
 from moepack.reference import exact
 from moepack.reference.arithmetic import exp, fma, quantize_activations
 from moepack.reference.blobs import decode
+from moepack.schemes import SCHEMES
 
 finite_fp32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -159,3 +162,79 @@ def test_refuses_foreign_bytes_and_unknown_attributes() -> None:
         decode(torch.zeros(352, dtype=torch.uint8))
     with pytest.raises(UnsupportedError, match="score_func"):
         exact.score(torch.zeros(1, 2), "tanh")
+
+
+def packed_experts(
+    scheme: str, experts: int, width: int, inner: int, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def stack(rows: int, cols: int, order: packing.RowOrder) -> Tensor:
+        weights = [torch.randn(rows, cols, generator=generator) for _ in range(experts)]
+        return packing.pack_experts((quantizer.quantize(w, scheme) for w in weights), order)
+
+    return stack(2 * inner, width, "gate_up"), stack(width, inner, "plain")
+
+
+def bit_equal(a: Tensor, b: Tensor) -> bool:
+    """Equal values and signs of zero; NaN equals NaN."""
+    nan = a.isnan() & b.isnan()
+    return a.dtype == b.dtype and bool(((a == b) & (a.signbit() == b.signbit()) | nan).all())
+
+
+EXPERT_ATTRIBUTES = ("moepack", "silu", 1.0, 0.0, 0.0, 0.0, False, False)
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+def test_experts_equal_the_kernel(scheme: str, tokens: int) -> None:
+    experts, width, inner = 3, 200, 70
+    w13, w2 = packed_experts(scheme, experts, width, inner)
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, width, generator=generator)
+    x[1::4] *= 1e18
+    x[3::4, 5] = math.nan
+    ids = torch.randint(0, experts, (tokens, 4), generator=generator)  # repeats within a token
+    weights = torch.randn(tokens, 4, generator=generator)
+    bias13 = torch.randn(experts, 2 * inner, generator=generator)
+    bias2 = torch.randn(experts, width, generator=generator)
+    for value in (x, x.bfloat16(), x.half()):
+        for biases in ((None, None), (bias13, bias2)):
+            call = (value, ids, weights, w13, w2, *biases, inner, scheme, *EXPERT_ATTRIBUTES)
+            assert bit_equal(reference.quantized_experts(*call), ops.quantized_experts(*call))
+
+
+ROUTINGS = {
+    # score_func, norm_topk, norm_eps, norm_clamp, route_scale, n_group, topk_group, group_score,
+    # router_dtype
+    "softmax": ("softmax", False, 0.0, False, 1.0, 1, 1, "top2sum", "float32"),
+    "softmax_all": ("softmax_all", True, 0.0, False, 2.5, 1, 1, "top2sum", "bfloat16"),
+    "sigmoid": ("sigmoid", True, 1e-20, False, 1.5, 4, 2, "top2sum", "float32"),
+    "max_groups": ("softmax_all", False, 0.0, False, 16.0, 2, 1, "max", "float16"),
+    "clamped": ("sigmoid", True, 1.1754943508222875e-38, True, 1.0, 1, 1, "top2sum", "float32"),
+}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_whole_block_equals_the_kernel(routing: str, with_bias: bool) -> None:
+    experts, width, inner = 8, 50, 40
+    w13, w2 = packed_experts("int4-g32", experts, width, inner)
+    generator = torch.Generator().manual_seed(7)
+    gate = torch.randn(experts, width, generator=generator)
+    gate[5] = gate[2]  # a tie in every token
+    x = torch.randn(11, width, generator=generator) * torch.linspace(0.0, 40.0, 11)[:, None]
+    x[3, 3], x[4, 0], x[5] = math.nan, math.inf, -1e38
+    drawn = torch.randn(2, 8, generator=generator)
+    biases = tuple(drawn) if with_bias else (None, None)
+    call = (
+        x, None, gate, *biases, w13, w2, None, None, 3, inner, "int4-g32", "moepack",
+        *ROUTINGS[routing], "silu", 1.0, 0.0, 0.0, 0.0, False, False,
+    )  # fmt: skip
+    assert bit_equal(reference.quantized_moe_ffn(*call), ops.quantized_moe_ffn(*call))
+
+
+def test_dequantizes_as_packing_does() -> None:
+    w13, w2 = packed_experts("int8-g64", 1, 100, 33)
+    for blob in (w13[0], w2[0]):
+        assert torch.equal(decode(blob).dequantize().float(), packing.unpack(blob).dequantize())

@@ -87,4 +87,4 @@ def quantize_activations(v: Tensor) -> tuple[Tensor, Tensor]:
     inverse = fp32(127.0) / torch.where(usable, amax, fp32(1.0))
     codes = torch.where(usable[..., None], (grouped * inverse[..., None]).round(), fp32(0.0))
     scale = torch.where(finite, scale, fp32(float("nan")))
-    return codes.reshape(tokens, -1), scale
+    return codes.flatten(1), scale
