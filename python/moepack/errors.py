@@ -1,4 +1,4 @@
-"""What moepack raises. Every message names the place, what was found, what is supported and what to do."""
+"""What moepack raises. Every message names the place, what was found and what is supported."""
 
 
 class MoePackError(Exception):

@@ -33,9 +33,7 @@ class Header:
     crc32: int
 
 
-def packed_bytes(
-    scheme_: str | Scheme, rows: int, cols: int, row_order: RowOrder = "plain"
-) -> int:
+def packed_bytes(scheme_: str | Scheme, rows: int, cols: int, row_order: RowOrder = "plain") -> int:
     """Bytes of a blob of a [rows, cols] matrix, header included."""
     try:
         return _core.packed_bytes(scheme(scheme_).name, rows, cols, _order_number(row_order))

@@ -210,8 +210,7 @@ def test_every_router_is_the_reference(
 ) -> None:
     n_group, topk_group = groups
     case = with_biases(layer(E=8, D=64, F=32), seed)
-    if K > topk_group * (8 // n_group):
-        K = topk_group * (8 // n_group)
+    K = min(K, topk_group * (8 // n_group))
     ops.force_isa(isa)
     assert_matches_reference(
         case,
@@ -325,17 +324,17 @@ def test_strided_arguments_equal_contiguous_ones(small: Layer) -> None:
         wide[..., ::2] = tensor
         return wide[..., ::2]
 
-    spread = Layer(
-        case.scheme,
-        case.D,
-        case.F,
-        *(
-            strided(t)
-            for t in (case.gate_weight, case.packed_w13, case.packed_w2)
-            + (case.gate_bias, case.expert_bias, case.bias13, case.bias2)
-            if t is not None
-        ),
-    )
+    names = [
+        "gate_weight",
+        "packed_w13",
+        "packed_w2",
+        "gate_bias",
+        "expert_bias",
+        "bias13",
+        "bias2",
+    ]
+    changes: dict[str, Any] = {name: strided(getattr(case, name)) for name in names}
+    spread = replace(case, **changes)
     assert not spread.packed_w13.is_contiguous()
     assert torch.equal(ffn(spread, strided(x)), expected)
     assert torch.equal(ffn(case, x.T.contiguous().T), expected)
@@ -378,7 +377,8 @@ def test_the_last_expert_beyond_2_gib_is_right() -> None:
     base = layer(E=1, D=2048, F=1024)
     size = base.packed_w13.shape[1]
     count = 2**31 // size + 2
-    packed_w13 = torch.zeros(count, size, dtype=torch.uint8)  # pages that nobody touches cost nothing
+    # Pages that nobody touches cost nothing.
+    packed_w13 = torch.zeros(count, size, dtype=torch.uint8)
     packed_w2 = torch.zeros(count, base.packed_w2.shape[1], dtype=torch.uint8)
     packed_w13[-1], packed_w2[-1] = base.packed_w13[0], base.packed_w2[0]
     case = replace(base, packed_w13=packed_w13, packed_w2=packed_w2)
@@ -573,11 +573,11 @@ def test_opcheck(small: Layer) -> None:
     x = small.x(3)
     ids = torch.tensor([[0, 1], [2, 3], [4, 5]])
     torch.library.opcheck(
-        torch.ops.moepack.quantized_moe_ffn.default, ffn_arguments(with_biases(small), x)
+        torch.ops.moepack.quantized_moe_ffn.default, tuple(ffn_arguments(with_biases(small), x))
     )
     torch.library.opcheck(
         torch.ops.moepack.quantized_experts.default,
-        experts_arguments(small, x, ids, torch.rand(3, 2)),
+        tuple(experts_arguments(small, x, ids, torch.rand(3, 2))),
     )
 
 
@@ -587,7 +587,7 @@ def test_opcheck_of_out_variants(small: Layer) -> None:
     x = small.x(3)
     torch.library.opcheck(
         torch.ops.moepack.quantized_moe_ffn.out,
-        ffn_arguments(small, x),
+        tuple(ffn_arguments(small, x)),
         {"out": torch.empty_like(x)},
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -20,7 +20,7 @@ RowOrder = Literal["plain", "gate_up"]
 
 
 def decode(blob: bytes) -> tuple[dict[str, int], npt.NDArray[Any], npt.NDArray[Any]]:
-    """Header, codes and fp16 scales of a blob, one number at a time, from packed-format.md alone."""
+    """Header, codes and fp16 scales of a blob, number by number, from packed-format.md alone."""
     names = ("version", "cell", "rows", "cols", "group", "exponent", "crc", "order")
     assert blob[:4] == b"MOEP"
     header = dict(zip(names, struct.unpack("<HHIIIiIH", blob[4:30]), strict=True))
@@ -234,7 +234,7 @@ def test_a_damaged_payload_is_found_by_verify_only() -> None:
     blob = packing.pack(matrix("int4-g32", 4, 32, 0))
     blob[100] ^= 1
     packing.read_header(blob)
-    with pytest.raises(PackedFormatError, match="(?i)checksum|crc"):
+    with pytest.raises(PackedFormatError, match="checksum"):
         packing.verify(blob)
 
 

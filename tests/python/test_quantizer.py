@@ -1,6 +1,7 @@
 """Quantizing: the search against a plain reference, torchao's rule against torchao, bad weights."""
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -8,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchao.quantization.granularity import PerGroup, PerRow, PerTensor
 from torchao.quantization.quant_primitives import (
     MappingType,
     choose_qparams_affine,
     dequantize_affine,
 )
-from torchao.quantization.granularity import PerGroup, PerRow, PerTensor
 from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor
 from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor import (
     IntxUnpackedToInt8Tensor,
@@ -25,6 +26,7 @@ from moepack.schemes import SCHEMES, Scheme, scheme
 
 RULES: list[Rule] = ["search", "torchao"]
 F32 = np.float32
+INT4: torch.dtype = vars(torch)["int4"]  # not in torch's type hints
 
 
 def searched_group(
@@ -265,32 +267,31 @@ def test_one_bad_expert_of_many_is_named() -> None:
         list(quantize_experts(items, "int4-g32"))
 
 
-def intx(weight: torch.Tensor, dtype: torch.dtype, group: int) -> torch.Tensor:
-    tensor: torch.Tensor = IntxUnpackedToInt8Tensor.from_hp(weight, (1, group), dtype)
-    return tensor
+def intx(weight: torch.Tensor, bits: int, group: int) -> Any:
+    return IntxUnpackedToInt8Tensor.from_hp(weight, (1, group), vars(torch)[f"int{bits}"])
 
 
 @pytest.mark.parametrize(
-    ("dtype", "group", "name"),
+    ("bits", "group", "name"),
     [
-        (torch.int4, 32, "int4-g32"),
-        (torch.int4, 64, "int4-g64"),
-        (torch.int4, 128, "int4-g128"),
-        (torch.int8, 32, "int8-g32"),
-        (torch.int2, 32, "int4-g32"),
-        (torch.int6, 128, "int8-g128"),
-        (torch.int4, 96, "int4-g32"),
-        (torch.int4, 384, "int4-g128"),
+        (4, 32, "int4-g32"),
+        (4, 64, "int4-g64"),
+        (4, 128, "int4-g128"),
+        (8, 32, "int8-g32"),
+        (2, 32, "int4-g32"),
+        (6, 128, "int8-g128"),
+        (4, 96, "int4-g32"),
+        (4, 384, "int4-g128"),
     ],
 )
-def test_torchao_codes_are_kept(dtype: torch.dtype, group: int, name: str) -> None:
+def test_torchao_codes_are_kept(bits: int, group: int, name: str) -> None:
     weight = torch.randn(7, 384, generator=torch.Generator().manual_seed(6))
-    tensor = intx(weight, dtype, group)
+    tensor = intx(weight, bits, group)
     result = from_torchao(tensor)
     assert result.scheme.name == name
-    assert torch.equal(result.codes, tensor.qdata)  # type: ignore[attr-defined]
+    assert torch.equal(result.codes, tensor.qdata)
     assert 0 < result.scale_error <= 2.0**-11
-    exact = tensor.dequantize()  # type: ignore[no-untyped-call]
+    exact = tensor.dequantize()
     # 2^-11 for the scale, and fp32 roundings of code * scale on torchao's side.
     bound = exact.abs() * (result.scale_error + 2.0**-22)
     assert ((result.dequantize() - exact).abs() <= bound).all()
@@ -299,17 +300,17 @@ def test_torchao_codes_are_kept(dtype: torch.dtype, group: int, name: str) -> No
 def test_torchao_scales_that_fit_fp16_are_exact() -> None:
     weight = torch.randint(-7, 8, (4, 64)).float() * 0.25
     weight[:, ::32] = 7.5 * 0.25
-    tensor = intx(weight, torch.int4, 32)
+    tensor = intx(weight, 4, 32)
     result = from_torchao(tensor)
     assert result.scale_error == 0.0
-    assert torch.equal(result.dequantize(), tensor.dequantize())  # type: ignore[no-untyped-call]
+    assert torch.equal(result.dequantize(), tensor.dequantize())
 
 
 def test_torchao_int8_keeps_minus_128() -> None:
     weight = torch.randn(4, 64)
     weight[2, 5] = -10
-    tensor = intx(weight, torch.int8, 64)
-    assert int(tensor.qdata[2, 5]) == -128  # type: ignore[attr-defined]
+    tensor = intx(weight, 8, 64)
+    assert int(tensor.qdata[2, 5]) == -128
     assert int(from_torchao(tensor).codes[2, 5]) == -128
 
 
@@ -331,7 +332,7 @@ def test_tiny_torchao_scales_keep_their_precision() -> None:
         (weight / scales[:, :1]).round().clamp(-8, 7).to(torch.int8),
         scales,
         torch.zeros_like(scales, dtype=torch.int8),
-        torch.int4,
+        INT4,
         (1, 32),
         torch.float32,
         None,
@@ -341,7 +342,7 @@ def test_tiny_torchao_scales_keep_their_precision() -> None:
 
 def test_zero_points_are_refused_by_name() -> None:
     tensor = IntxUnpackedToInt8Tensor.from_hp(
-        torch.randn(4, 64) + 3, (1, 32), torch.int4, mapping_type=MappingType.ASYMMETRIC
+        torch.randn(4, 64) + 3, (1, 32), INT4, mapping_type=MappingType.ASYMMETRIC
     )
     with pytest.raises(UnsupportedError, match="mlp expert 1 w2: has zero points"):
         from_torchao(tensor, where="mlp expert 1 w2")
@@ -351,9 +352,9 @@ def test_other_tensors_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="w2: a Tensor is not taken as it is"):
         from_torchao(torch.ones(2, 32), where="w2")
     with pytest.raises(UnsupportedError, match=r"block of \[1, 48\]"):
-        from_torchao(intx(torch.randn(2, 96), torch.int4, 48))
-    wrong = intx(torch.randn(2, 64), torch.int4, 32)
-    wrong.scale[1, 1] = math.nan  # type: ignore[attr-defined]
+        from_torchao(intx(torch.randn(2, 96), 4, 48))
+    wrong = intx(torch.randn(2, 64), 4, 32)
+    wrong.scale[1, 1] = math.nan
     with pytest.raises(BadWeights, match="row 1, group 1"):
         from_torchao(wrong)
 
