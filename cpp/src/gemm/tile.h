@@ -54,12 +54,12 @@ struct Int8Cell {
   }
 };
 
-template <class I, class Cell, int M>
+// Blocks: blocks of 32 k per weight group.
+template <class I, class Cell, int Blocks, int M>
 inline void tile(const Panel& panel, const Rows& rows, const std::int32_t* index, const float* bias, float* out,
                  std::int64_t out_stride) {
-  const int block_bytes = 32 / Cell::k * 64;
-  const int blocks = panel.group / 32;
-  const int groups_per_activation = kActivationGroup / panel.group;
+  constexpr int block_bytes = 32 / Cell::k * 64;
+  constexpr int groups_per_activation = kActivationGroup / (32 * Blocks);
   const std::int8_t* a[M];
   const float* a_scale[M];
   const std::int32_t* offset[M];
@@ -76,10 +76,11 @@ inline void tile(const Panel& panel, const Rows& rows, const std::int32_t* index
     typename I::Float inner[M];
     for (int i = 0; i < M; ++i) inner[i] = I::broadcast(0.0f);
     for (int g = first; g < last; ++g) {
-      if constexpr (M <= 2) I::prefetch(w);
+      I::prefetch(w);
       typename I::Int sum[M];
       for (int i = 0; i < M; ++i) sum[i] = Cell::template start<I>(offset[i][g]);
-      for (int b = 0; b < blocks; ++b, w += block_bytes) {
+#pragma GCC unroll 1
+      for (int b = 0; b < Blocks; ++b, w += block_bytes) {
         Cell::template block<I, M>(w, a, sum);
         for (int i = 0; i < M; ++i) a[i] += 32;
       }
@@ -96,24 +97,32 @@ inline void tile(const Panel& panel, const Rows& rows, const std::int32_t* index
   }
 }
 
-template <class I, class Cell, int M>
+template <class I, class Cell, int Blocks, int M>
 inline void tail(const Panel& panel, const Rows& rows, const std::int32_t* index, int count, const float* bias,
                  float* out, std::int64_t out_stride) {
   if constexpr (M > 0) {
     if (count == M)
-      tile<I, Cell, M>(panel, rows, index, bias, out, out_stride);
+      tile<I, Cell, Blocks, M>(panel, rows, index, bias, out, out_stride);
     else
-      tail<I, Cell, M - 1>(panel, rows, index, count, bias, out, out_stride);
+      tail<I, Cell, Blocks, M - 1>(panel, rows, index, count, bias, out, out_stride);
   }
+}
+
+template <class I, class Cell, int Blocks>
+void gemm_blocks(const Panel& panel, const Rows& rows, const std::int32_t* index, int count, const float* bias,
+                 float* out, std::int64_t out_stride) {
+  int r = 0;
+  for (; r + I::tile_rows <= count; r += I::tile_rows)
+    tile<I, Cell, Blocks, I::tile_rows>(panel, rows, index + r, bias, out + r * out_stride, out_stride);
+  tail<I, Cell, Blocks, I::tile_rows - 1>(panel, rows, index + r, count - r, bias, out + r * out_stride, out_stride);
 }
 
 template <class I, class Cell>
 void gemm(const Panel& panel, const Rows& rows, const std::int32_t* index, int count, const float* bias, float* out,
           std::int64_t out_stride) {
-  int r = 0;
-  for (; r + I::tile_rows <= count; r += I::tile_rows)
-    tile<I, Cell, I::tile_rows>(panel, rows, index + r, bias, out + r * out_stride, out_stride);
-  tail<I, Cell, I::tile_rows - 1>(panel, rows, index + r, count - r, bias, out + r * out_stride, out_stride);
+  if (panel.group == 32) return gemm_blocks<I, Cell, 1>(panel, rows, index, count, bias, out, out_stride);
+  if (panel.group == 64) return gemm_blocks<I, Cell, 2>(panel, rows, index, count, bias, out, out_stride);
+  return gemm_blocks<I, Cell, 4>(panel, rows, index, count, bias, out, out_stride);
 }
 
 }  // namespace moepack::gemm

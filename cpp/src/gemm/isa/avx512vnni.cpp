@@ -55,7 +55,7 @@ struct Avx512Vnni {
   static Int start_int8(std::int32_t offset) { return broadcast_int(offset * 16); }
   static void prefetch(const std::uint8_t* p) {
     for (int line = 0; line < 5; ++line)
-      _mm_prefetch(reinterpret_cast<const char*>(p + 2048 + 64 * line), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(p + kPrefetchBytes + 64 * line), _MM_HINT_T0);
   }
 
   static Partial begin(Int sum) { return sum; }

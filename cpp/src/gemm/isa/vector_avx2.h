@@ -66,10 +66,9 @@ struct VectorAvx2 {
   }
 
   static Int broadcast_int(std::int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-  // Far enough ahead to cover a DRAM access, near enough to stay in L1; five lines are one int4 group.
   static void prefetch(const std::uint8_t* p) {
     for (int line = 0; line < 5; ++line)
-      _mm_prefetch(reinterpret_cast<const char*>(p + 2048 + 64 * line), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(p + kPrefetchBytes + 64 * line), _MM_HINT_T0);
   }
 
  protected:
