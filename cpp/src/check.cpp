@@ -1,4 +1,5 @@
 // What the op supports: attributes, sizes, and how they fit each other. One place for Meta, eager and runtime.
+#include <cfloat>
 #include <cmath>
 
 #include "moepack/ffn.h"
@@ -8,7 +9,6 @@ namespace moepack {
 namespace {
 
 constexpr std::int64_t kMaxDim = INT32_MAX / 4;
-
 
 Status unsupported(const char* what, std::string_view found, const char* supported) {
   return Status::error("%s '%.*s' is not supported; supported: %s", what, static_cast<int>(found.size()), found.data(),
@@ -103,8 +103,11 @@ Status check_routing(const Shape& shape, const RoutingAttributes& r) {
     return unsupported("group_score", r.group_score, "top2sum, max");
   if (r.router_dtype != "float32" && r.router_dtype != "bfloat16" && r.router_dtype != "float16")
     return unsupported("router_dtype", r.router_dtype, "float32, bfloat16, float16");
-  if (!std::isfinite(r.norm_eps) || r.norm_eps < 0.0) return Status::error("norm_eps %g has to be 0 or more", r.norm_eps);
-  if (!std::isfinite(r.route_scale)) return Status::error("route_scale %g has to be finite", r.route_scale);
+  // Both are used in fp32.
+  if (!(r.norm_eps >= 0.0 && r.norm_eps <= FLT_MAX))
+    return Status::error("norm_eps %g has to be 0 or more, and finite in fp32", r.norm_eps);
+  if (!(std::fabs(r.route_scale) <= FLT_MAX))
+    return Status::error("route_scale %g has to be finite in fp32", r.route_scale);
   return check_groups(shape, r);
 }
 
