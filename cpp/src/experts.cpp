@@ -251,9 +251,9 @@ std::size_t experts_workspace_bytes(const Shape& shape, const ExpertAttributes& 
 Status quantized_experts(const Shape& shape, const ExpertAttributes& attributes, const ExpertTensors& tensors,
                          const void* x, DType dtype, const std::int64_t* topk_ids, const float* topk_weights, void* out,
                          void* workspace, const ParallelFor& parallel) {
-  if (shape.T == 0) return {};
   const gemm::Kernel* kernel = nullptr;
   if (Status status = gemm::active_kernel(kernel); !status.ok()) return status;
+  if (shape.T == 0) return {};
   Experts experts(shape, attributes, tensors, x, dtype, out, workspace, parallel, *kernel);
   if (Status status = experts.check(topk_ids); !status.ok()) return status;
   experts.run(topk_ids, topk_weights);
