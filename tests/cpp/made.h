@@ -31,7 +31,7 @@ class Random {
   explicit Random(std::uint32_t seed) : engine_(seed) {}
   std::uint32_t bits() { return static_cast<std::uint32_t>(engine_()); }
   std::int64_t below(std::int64_t n) { return bits() % n; }
-  float uniform(float low, float high) { return low + (high - low) * static_cast<float>(bits() >> 8) * 0x1p-24f; }
+  float uniform(float low, float high) { return low + (high - low) * (static_cast<float>(bits() >> 8) * 0x1p-24f); }
   std::vector<float> floats(std::int64_t n, float low = -1.0f, float high = 1.0f) {
     std::vector<float> values(static_cast<std::size_t>(n));
     for (float& value : values) value = uniform(low, high);
@@ -51,6 +51,11 @@ inline testing::AssertionResult same(const std::vector<float>& a, const std::vec
     if (!same(a[i], b[i]))
       return testing::AssertionFailure() << "value " << i << " of " << a.size() << ": " << a[i] << " against " << b[i];
   return testing::AssertionSuccess();
+}
+
+inline testing::AssertionResult contains(const std::string& text, const std::string& part) {
+  if (text.find(part) != std::string::npos) return testing::AssertionSuccess();
+  return testing::AssertionFailure() << "'" << text << "' does not say '" << part << "'";
 }
 
 // Rows [begin, end) of a matrix of `cols` columns.
@@ -144,13 +149,13 @@ struct Matrix {
   }
 };
 
-// All codes of the scheme, scales of either sign, weights of about 1 / sqrt(cols).
+// Every code that the cell holds, scales of either sign, weights of about 1 / sqrt(cols).
 inline Matrix matrix(const Scheme& scheme, std::int64_t rows, std::int64_t cols, std::uint32_t seed) {
   Random random(seed);
-  const int half_range = scheme.code_max;
+  const int half_range = scheme.code_max;  // codes from -half_range - 1 on
   Matrix m{&scheme, rows, cols, -std::ilogb(static_cast<float>(half_range) * std::sqrt(static_cast<float>(cols))), {}, {}};
   for (std::int64_t i = 0; i < rows * cols; ++i)
-    m.codes.push_back(static_cast<std::int8_t>(scheme.code_min + random.below(scheme.code_max - scheme.code_min + 1)));
+    m.codes.push_back(static_cast<std::int8_t>(random.below(2 * half_range + 2) - half_range - 1));
   for (std::int64_t i = 0; i < rows * m.groups(); ++i)
     m.scales.push_back(half_from_float(random.uniform(0.5f, 2.0f) * (random.below(4) ? 1.0f : -1.0f)));
   return m;
