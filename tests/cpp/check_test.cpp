@@ -160,8 +160,16 @@ TEST_F(CheckRouting, Refusals) {
       {"n_group 16", [](Shape&, auto& r) { r.n_group = 16; }},
       {"topk_group 0 is outside 1..n_group = 1", [](Shape&, auto& r) { r.topk_group = 0; }},
       {"topk_group 2 is outside 1..n_group = 1", [](Shape&, auto& r) { r.topk_group = 2; }},
-      {"top2sum needs groups of at least 2", [](Shape&, auto& r) { r.n_group = 8; r.topk_group = 4; }},
-      {"1 groups of 2 experts are too few for 3", [](Shape& s, auto& r) { r.n_group = 4; s.K = 3; }},
+      {"top2sum needs groups of at least 2",
+       [](Shape&, auto& r) {
+         r.n_group = 8;
+         r.topk_group = 4;
+       }},
+      {"1 groups of 2 experts are too few for 3",
+       [](Shape& s, auto& r) {
+         r.n_group = 4;
+         s.K = 3;
+       }},
   };
   for (const auto& [text, change] : changes) {
     Shape shape = shape_;

@@ -129,7 +129,8 @@ void expect_quantized(const std::string& isa, const Floats& v, int group) {
   made::kernel_of(isa).quantize(v.data(), n, group, codes.data(), scales.data(), offsets.data());
   for (std::int64_t i = 0; i < padded; ++i)
     ASSERT_EQ(codes[i], i < n ? expected.codes[i] : 0) << isa << " n " << n << " group " << group << " at " << i;
-  for (std::size_t i = 0; i < expected.scales.size(); ++i) ASSERT_TRUE(made::same(scales[i], expected.scales[i])) << isa;
+  for (std::size_t i = 0; i < expected.scales.size(); ++i)
+    ASSERT_TRUE(made::same(scales[i], expected.scales[i])) << isa;
   for (std::int64_t g = 0; g < padded / group; ++g)
     ASSERT_EQ(offsets[g], -8 * std::accumulate(codes.begin() + g * group, codes.begin() + (g + 1) * group, 0));
   ASSERT_EQ(codes.back(), 55);
@@ -160,15 +161,27 @@ TEST(Elementwise, QuantizeAnyBits) {
     Floats v;
     while (v.size() < 260) {
       const float any = float_from_bits(random.bits());
-      if (std::isfinite(any) || round % 10 == 0) v.push_back(round % 2 ? any : std::ldexp(random.uniform(-1, 1), round - 150));
+      if (std::isfinite(any) || round % 10 == 0)
+        v.push_back(round % 2 ? any : std::ldexp(random.uniform(-1, 1), round - 150));
     }
     expect_quantized_everywhere(v);
   }
 }
 
 TEST(Elementwise, QuantizeSpecialGroups) {
-  const float limits[] = {0x1p-119f, std::nextafter(0x1p-119f, 0.0f), std::nextafter(0x1p-119f, 1.0f), 1e-45f, 1e-38f,
-                          3.4028235e38f, -3.4028235e38f, 0.0f, -0.0f, made::kNaN, -made::kNaN, made::kInf, -made::kInf};
+  const float limits[] = {0x1p-119f,
+                          std::nextafter(0x1p-119f, 0.0f),
+                          std::nextafter(0x1p-119f, 1.0f),
+                          1e-45f,
+                          1e-38f,
+                          3.4028235e38f,
+                          -3.4028235e38f,
+                          0.0f,
+                          -0.0f,
+                          made::kNaN,
+                          -made::kNaN,
+                          made::kInf,
+                          -made::kInf};
   for (const float limit : limits)
     for (const std::size_t at : {0, 77, 127, 128, 199}) {
       Floats v(200, 0.0f);

@@ -43,7 +43,8 @@ std::vector<plain::Quantized> random_rows(int count, std::int64_t cols, std::uin
   return rows;
 }
 
-// A kernel on all 16-column panels of a plain matrix: [count, rows padded to panels], with NaNs where nothing is written.
+// A kernel on all 16-column panels of a plain matrix: [count, rows padded to panels], with NaNs where nothing is
+// written.
 Floats kernel_gemm(const std::string& isa, const made::Matrix& m, const Activations& a,
                    const std::vector<std::int32_t>& index, const float* bias) {
   const gemm::Kernel& kernel = made::kernel_of(isa);
@@ -54,7 +55,8 @@ Floats kernel_gemm(const std::string& isa, const made::Matrix& m, const Activati
   for (std::int64_t p = 0; p < width / 16; ++p)
     gemm({blob.data() + 64 + p * panel_bytes(*m.scheme, m.cols), static_cast<int>(m.groups()), m.scheme->group,
           std::ldexp(1.0f, m.exponent)},
-         a.rows, index.data(), static_cast<int>(index.size()), bias ? bias + 16 * p : nullptr, out.data() + 16 * p, width);
+         a.rows, index.data(), static_cast<int>(index.size()), bias ? bias + 16 * p : nullptr, out.data() + 16 * p,
+         width);
   return out;
 }
 

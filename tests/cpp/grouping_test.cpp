@@ -58,7 +58,8 @@ TEST(Grouping, ByHand) {
   const Sorted s({2, 0, 0, 2, 1, 2}, 3, 2, 4);
   EXPECT_EQ(s.token, (std::vector<std::int32_t>{0, 1, 2, 0, 1, 2}));
   EXPECT_EQ(s.position, (std::vector<std::int32_t>{3, 0, 1, 4, 2, 5}));
-  EXPECT_EQ(std::vector<std::int32_t>(s.starts.begin(), s.starts.end() - 1), (std::vector<std::int32_t>{0, 2, 3, 6, 6}));
+  EXPECT_EQ(std::vector<std::int32_t>(s.starts.begin(), s.starts.end() - 1),
+            (std::vector<std::int32_t>{0, 2, 3, 6, 6}));
   ASSERT_EQ(s.grouping.segment_count, 3);
 }
 

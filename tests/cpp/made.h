@@ -153,7 +153,8 @@ struct Matrix {
 inline Matrix matrix(const Scheme& scheme, std::int64_t rows, std::int64_t cols, std::uint32_t seed) {
   Random random(seed);
   const int half_range = scheme.code_max;  // codes from -half_range - 1 on
-  Matrix m{&scheme, rows, cols, -std::ilogb(static_cast<float>(half_range) * std::sqrt(static_cast<float>(cols))), {}, {}};
+  Matrix m{&scheme, rows, cols, -std::ilogb(static_cast<float>(half_range) * std::sqrt(static_cast<float>(cols))),
+           {},      {}};
   for (std::int64_t i = 0; i < rows * cols; ++i)
     m.codes.push_back(static_cast<std::int8_t>(random.below(2 * half_range + 2) - half_range - 1));
   for (std::int64_t i = 0; i < rows * m.groups(); ++i)
@@ -178,7 +179,11 @@ struct Layer {
     return a;
   }
   ExpertTensors tensors() const {
-    return {w13.data(), w2.data(), bytes13, bytes2, bias13.empty() ? nullptr : bias13.data(),
+    return {w13.data(),
+            w2.data(),
+            bytes13,
+            bytes2,
+            bias13.empty() ? nullptr : bias13.data(),
             bias2.empty() ? nullptr : bias2.data()};
   }
   ExpertSizes sizes() const { return {E, bytes13, E, bytes2, -1, -1}; }
@@ -211,7 +216,10 @@ struct Routing {
   std::vector<float> weights;
 
   Routing token(std::int64_t t) const {
-    return {1, K, {ids.begin() + t * K, ids.begin() + (t + 1) * K}, {weights.begin() + t * K, weights.begin() + (t + 1) * K}};
+    return {1,
+            K,
+            {ids.begin() + t * K, ids.begin() + (t + 1) * K},
+            {weights.begin() + t * K, weights.begin() + (t + 1) * K}};
   }
 };
 

@@ -33,7 +33,7 @@ std::string refusal(const Bytes& blob) {
 }
 
 TEST(Packed, Sizes) {
-  const std::pair<const char*, int> expected[] = {{"int4-g32", 288},  {"int4-g64", 544},  {"int4-g128", 1056},
+  const std::pair<const char*, int> expected[] = {{"int4-g32", 288}, {"int4-g64", 544},  {"int4-g128", 1056},
                                                   {"int8-g32", 544}, {"int8-g64", 1056}, {"int8-g128", 2080}};
   for (const auto& [name, bytes] : expected) EXPECT_EQ(group_bytes(*find_scheme(name)), bytes) << name;
   const Scheme& scheme = *find_scheme("int4-g32");
@@ -61,10 +61,10 @@ TEST(Packed, GoldenInt8GateUp) {
   Bytes golden(64 + 2 * 544, 0);
   put(golden, 0, {'M', 'O', 'E', 'P', 1, 0, 2, 0, 2, 0, 0, 0, 5, 0, 0, 0, 32, 0, 0, 0, 3, 0, 0, 0});
   put(golden, 24, {0x4f, 0x31, 0x9b, 0xe7, 1, 0});
-  put(golden, 64, {127, 0x81, 1, 0});             // gate, k = 0..3
-  put(golden, 64 + 64, {0xfe});                   // k = 4
-  put(golden, 64 + 512, {0x55, 0x35});            // its scale
-  put(golden, 64 + 544, {5, 6, 7, 8});            // up
+  put(golden, 64, {127, 0x81, 1, 0});   // gate, k = 0..3
+  put(golden, 64 + 64, {0xfe});         // k = 4
+  put(golden, 64 + 512, {0x55, 0x35});  // its scale
+  put(golden, 64 + 544, {5, 6, 7, 8});  // up
   put(golden, 64 + 544 + 64, {9});
   put(golden, 64 + 544 + 512, {0x01, 0x00});
 
@@ -76,7 +76,8 @@ TEST(Packed, AnIndependentDecoderReadsWhatPackWrote) {
   for (const Scheme* scheme : made::all_schemes())
     for (const RowOrder order : kOrders)
       for (const auto& [rows, cols] : shapes(order)) {
-        SCOPED_TRACE(testing::Message() << scheme->name << " " << rows << "x" << cols << " " << static_cast<int>(order));
+        SCOPED_TRACE(testing::Message() << scheme->name << " " << rows << "x" << cols << " "
+                                        << static_cast<int>(order));
         const made::Matrix m = made::matrix(*scheme, rows, cols, 5);
         const Bytes blob = m.pack(order);
         const plain::Decoded decoded = plain::decode(blob.data());
@@ -161,7 +162,8 @@ TEST_F(Refusal, ANewerVersionByName) {
 }
 
 TEST_F(Refusal, UnknownSchemes) {
-  for (const std::uint8_t cell : {0, 3, 255}) EXPECT_TRUE(contains(with(6, cell), "no known scheme; supported: int4-g32"));
+  for (const std::uint8_t cell : {0, 3, 255})
+    EXPECT_TRUE(contains(with(6, cell), "no known scheme; supported: int4-g32"));
   for (const std::uint8_t group : {0, 31, 33, 96}) EXPECT_TRUE(contains(with(16, group), "no known scheme"));
 }
 
@@ -221,8 +223,9 @@ TEST_F(Refusal, TruncationAnywhere) {
     const Status status = read_header(part.get(), static_cast<std::int64_t>(bytes), header);
     EXPECT_TRUE(contains(status.message(), bytes < 64 ? "too few for a packed matrix" : "the blob has")) << bytes;
     EXPECT_FALSE(verify(part.get(), static_cast<std::int64_t>(bytes)).ok());
-    EXPECT_FALSE(check_header(part.get(), static_cast<std::int64_t>(bytes), *find_scheme("int4-g32"), 34, 33,
-                              RowOrder::gate_up).ok());
+    EXPECT_FALSE(
+        check_header(part.get(), static_cast<std::int64_t>(bytes), *find_scheme("int4-g32"), 34, 33, RowOrder::gate_up)
+            .ok());
   }
 }
 

@@ -87,7 +87,8 @@ inline float exp(float x) {
   float r = std::fma(n, -0x1.63p-1f, x);
   r = std::fma(n, 0x1.bd0106p-13f, r);
   float p = 0x1.6a2444p-10f;
-  for (const float c : {0x1.1239d4p-7f, 0x1.5558f2p-5f, 0x1.555492p-3f, 0x1.fffffcp-2f, 1.0f, 1.0f}) p = std::fma(p, r, c);
+  for (const float c : {0x1.1239d4p-7f, 0x1.5558f2p-5f, 0x1.555492p-3f, 0x1.fffffcp-2f, 1.0f, 1.0f})
+    p = std::fma(p, r, c);
   return std::ldexp(p, static_cast<int>(n));
 }
 
