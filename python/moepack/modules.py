@@ -49,8 +49,8 @@ class PackedExperts(nn.Module):
         self.scheme = attributes.scheme
         self.register_buffer("packed_w13", packed_w13)
         self.register_buffer("packed_w2", packed_w2)
-        self.register_buffer("bias13", _fp32(bias13))
-        self.register_buffer("bias2", _fp32(bias2))
+        self._register("bias13", _fp32(bias13))
+        self._register("bias2", _fp32(bias2))
 
     def experts(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """x [T, D], ids int64 and weights fp32 [T, K] -> [T, D] in the dtype of x."""
@@ -74,6 +74,13 @@ class PackedExperts(nn.Module):
             a.limit_after_act,
             a.weight_on_input,
         )
+
+    def _register(self, name: str, tensor: Tensor | None) -> None:
+        # A buffer registered as None makes torch.export miscount the buffers of a root module.
+        if tensor is None:
+            setattr(self, name, None)
+        else:
+            self.register_buffer(name, tensor)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedExperts:
         """Applies moves between devices; casts leave this module's own buffers as they are."""
@@ -152,9 +159,9 @@ class QuantizedMoEFFN(PackedExperts):
         self.num_activated_experts = routing.num_activated_experts
         self.score_func = routing.score_func
         self.route_scale = routing.route_scale
-        self.register_buffer("gate_weight", _fp32(gate_weight))
-        self.register_buffer("gate_bias", _fp32(gate_bias))
-        self.register_buffer("expert_bias", _fp32(expert_bias))
+        self._register("gate_weight", _fp32(gate_weight))
+        self._register("gate_bias", _fp32(gate_bias))
+        self._register("expert_bias", _fp32(expert_bias))
         self.shared_name: str | None = None
         self.shared_gate_name: str | None = None
         self.returns = "shaped"
