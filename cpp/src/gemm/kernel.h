@@ -14,8 +14,8 @@ constexpr int kActivationGroup = MOEPACK_ACTIVATION_GROUP;
 constexpr int kLanes = 16;     // columns of a panel, floats of a vector
 constexpr int kZeroPoint = 8;  // what int4 cells add to a code
 
-// How far ahead of the weights in use a tile asks for the next ones, once per group: far enough to cover an access to
-// DRAM, near enough that the lines are still in L1. Five lines are one int4 group.
+// How far ahead of the weights in use a tile asks for the next ones: far enough to cover an access to DRAM, near enough
+// that the lines are still in L1 when they are due.
 constexpr int kPrefetchBytes = 8192;
 
 // Quantized activations, a row per token or per (token, slot). Per row: a code per k, padded with zeros to whole weight

@@ -54,6 +54,12 @@ struct Int8Cell {
   }
 };
 
+// Asks for the lines that will be in use kPrefetchBytes from now.
+template <class I, int Lines>
+inline void prefetch(const std::uint8_t* w) {
+  for (int line = 0; line < Lines; ++line) I::prefetch(w + kPrefetchBytes + 64 * line);
+}
+
 // Blocks: blocks of 32 k per weight group.
 template <class I, class Cell, int Blocks, int M>
 inline void tile(const Panel& panel, const Rows& rows, const std::int32_t* index, const float* bias, float* out,
@@ -76,14 +82,15 @@ inline void tile(const Panel& panel, const Rows& rows, const std::int32_t* index
     typename I::Float inner[M];
     for (int i = 0; i < M; ++i) inner[i] = I::broadcast(0.0f);
     for (int g = first; g < last; ++g) {
-      I::prefetch(w);
       typename I::Int sum[M];
       for (int i = 0; i < M; ++i) sum[i] = Cell::template start<I>(offset[i][g]);
 #pragma GCC unroll 1
       for (int b = 0; b < Blocks; ++b, w += block_bytes) {
+        prefetch<I, block_bytes / 64>(w);
         Cell::template block<I, M>(w, a, sum);
         for (int i = 0; i < M; ++i) a[i] += 32;
       }
+      prefetch<I, 1>(w);
       const typename I::Float w_scale = I::load_half(w);
       w += 2 * kLanes;
       for (int i = 0; i < M; ++i) inner[i] = I::fma(I::to_float(sum[i]), w_scale, inner[i]);

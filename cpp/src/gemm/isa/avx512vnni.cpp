@@ -53,10 +53,7 @@ struct Avx512Vnni {
   static Int broadcast_int(std::int32_t x) { return _mm512_set1_epi32(x); }
   // -8 * sum, times 16: cancels the 128 that makes the codes unsigned.
   static Int start_int8(std::int32_t offset) { return broadcast_int(offset * 16); }
-  static void prefetch(const std::uint8_t* p) {
-    for (int line = 0; line < 5; ++line)
-      _mm_prefetch(reinterpret_cast<const char*>(p + kPrefetchBytes + 64 * line), _MM_HINT_T0);
-  }
+  static void prefetch(const std::uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
   static Partial begin(Int sum) { return sum; }
   static Int end(Partial partial, Int) { return partial; }

@@ -66,10 +66,7 @@ struct VectorAvx2 {
   }
 
   static Int broadcast_int(std::int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-  static void prefetch(const std::uint8_t* p) {
-    for (int line = 0; line < 5; ++line)
-      _mm_prefetch(reinterpret_cast<const char*>(p + kPrefetchBytes + 64 * line), _MM_HINT_T0);
-  }
+  static void prefetch(const std::uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
  protected:
   static __m256i load_bytes(const std::uint8_t* p) {
