@@ -1,5 +1,5 @@
-// The operators' arguments as every binding sees them: read in the order of the schema, checked, run. Said once, so that
-// torch (eager), its Meta kernels (through moepack._core) and ExecuTorch refuse alike.
+// The operators' arguments as every binding sees them: read in the order of the schema, checked, run. Said once, so
+// that torch (eager), its Meta kernels (through moepack._core) and ExecuTorch refuse alike.
 //
 // A binding brings a Stack that yields the next argument:
 //   TensorArgument tensor(const char* name), optional_tensor(const char* name);
@@ -20,9 +20,9 @@ namespace moepack::ops {
 // The numbers of c10::ScalarType, which torch and ExecuTorch share.
 enum class Element : int { uint8 = 0, int64 = 4, float16 = 5, float32 = 6, bfloat16 = 15 };
 
-constexpr const char* kElementNames[] = {"uint8",   "int8",      "int16",     "int32",      "int64", "float16",
-                                         "float32", "float64",   "complex32", "complex64",  "complex128",
-                                         "bool",    "qint8",     "quint8",    "qint32",     "bfloat16"};
+constexpr const char* kElementNames[] = {"uint8",   "int8",    "int16",     "int32",     "int64",      "float16",
+                                         "float32", "float64", "complex32", "complex64", "complex128", "bool",
+                                         "qint8",   "quint8",  "qint32",    "bfloat16"};
 constexpr int kElementCount = sizeof kElementNames / sizeof *kElementNames;
 
 inline const char* element_name(int element) {
@@ -142,8 +142,10 @@ inline Text shape_text(const TensorArgument& argument) {
   text.add("[");
   for (int i = 0; i < argument.rank && i < TensorArgument::kMaxRank; ++i) {
     if (i) text.add(", ");
-    if (argument.sizes[i] == kAny) text.add("?");
-    else text.add("%lld", static_cast<long long>(argument.sizes[i]));
+    if (argument.sizes[i] == kAny)
+      text.add("?");
+    else
+      text.add("%lld", static_cast<long long>(argument.sizes[i]));
   }
   text.add(argument.rank > TensorArgument::kMaxRank ? ", ...]" : "]");
   return text;

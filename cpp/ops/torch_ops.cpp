@@ -140,11 +140,11 @@ void active(StableIValue* stack, std::uint64_t, std::uint64_t) { stack[0] = torc
 
 }  // namespace
 
-#define MOEPACK_FFN_ARGUMENTS                                                                                       \
-  "Tensor x, Tensor? router_x, Tensor gate_weight, Tensor? gate_bias, Tensor? expert_bias, Tensor packed_w13, "     \
-  "Tensor packed_w2, Tensor? bias13, Tensor? bias2, int num_activated_experts, int hidden_dim, str scheme, "        \
-  "str layout, str score_func, bool norm_topk, float norm_eps, bool norm_clamp, float route_scale, int n_group, "   \
-  "int topk_group, str group_score, str router_dtype, str activation, float act_alpha, float act_limit, "           \
+#define MOEPACK_FFN_ARGUMENTS                                                                                     \
+  "Tensor x, Tensor? router_x, Tensor gate_weight, Tensor? gate_bias, Tensor? expert_bias, Tensor packed_w13, "   \
+  "Tensor packed_w2, Tensor? bias13, Tensor? bias2, int num_activated_experts, int hidden_dim, str scheme, "      \
+  "str layout, str score_func, bool norm_topk, float norm_eps, bool norm_clamp, float route_scale, int n_group, " \
+  "int topk_group, str group_score, str router_dtype, str activation, float act_alpha, float act_limit, "         \
   "float gate_softcap, float up_softcap, bool limit_after_act, bool weight_on_input"
 #define MOEPACK_EXPERTS_ARGUMENTS                                                                             \
   "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor packed_w13, Tensor packed_w2, Tensor? bias13, "     \

@@ -1,6 +1,6 @@
-// moepack._core: what Python needs from the C++ core. Buffers are numpy arrays of the exact dtype; every size is checked
-// here, so that no call from Python reaches out of bounds. Python's types and errors are made in moepack.packing,
-// moepack.quantizer and moepack.ops.
+// moepack._core: what Python needs from the C++ core. Buffers are numpy arrays of the exact dtype; every size is
+// checked here, so that no call from Python reaches out of bounds. Python's types and errors are made in
+// moepack.packing, moepack.quantizer and moepack.ops.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

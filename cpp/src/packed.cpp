@@ -169,7 +169,7 @@ Status read_header(const std::uint8_t* blob, std::int64_t bytes, PackedHeader& h
 
 Status check_header(const std::uint8_t* blob, std::int64_t bytes, const Scheme& scheme, std::int64_t rows,
                     std::int64_t cols, RowOrder order) {
-  PackedHeader header;
+  PackedHeader header{};
   if (Status status = read_header(blob, bytes, header); !status.ok()) return status;
   if (header.cell != static_cast<std::uint16_t>(scheme.cell) ||
       header.group != static_cast<std::uint32_t>(scheme.group) || header.rows != static_cast<std::uint64_t>(rows) ||
@@ -183,7 +183,7 @@ Status check_header(const std::uint8_t* blob, std::int64_t bytes, const Scheme& 
 }
 
 Status verify(const std::uint8_t* blob, std::int64_t bytes) {
-  PackedHeader header;
+  PackedHeader header{};
   if (Status status = read_header(blob, bytes, header); !status.ok()) return status;
   const std::uint32_t crc = crc32(blob + sizeof header, static_cast<std::size_t>(bytes) - sizeof header);
   if (crc != header.payload_crc32)
@@ -212,7 +212,7 @@ void pack(const Scheme& scheme, RowOrder order, std::int64_t rows, std::int64_t 
 }
 
 void unpack(const std::uint8_t* blob, std::int8_t* codes, std::uint16_t* scales) {
-  PackedHeader header;
+  PackedHeader header{};
   std::memcpy(&header, blob, sizeof header);
   const Scheme& scheme = *scheme_of(header);
   const RowOrder order = static_cast<RowOrder>(header.row_order);

@@ -1,0 +1,93 @@
+# `make demo` and `make test` each work as the first command on a machine with Python 3.11 (venv), g++ and make.
+# pip is configured as always: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_CONSTRAINT, ...
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+JOBS ?= $(shell nproc)
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+SOURCES := $(shell find cpp -type f) CMakeLists.txt pyproject.toml python/moepack/__init__.py
+CXX_FILES = $(shell git ls-files --cached --others --exclude-standard cpp tests/cpp | grep -E '\.(cpp|h)$$')
+
+.DEFAULT_GOAL := install
+.PHONY: install demo test test-all test-cpp test-python test-python-all lint format gtest clean
+
+install: $(VENV)/.installed
+
+demo: $(VENV)/.installed
+	$(BIN)/moepack demo
+
+test: lint test-cpp test-python
+test-all: lint test-cpp test-python-all
+
+test-python: $(VENV)/.tools
+	$(BIN)/python -m pytest -m "not slow"
+
+test-python-all: $(VENV)/.tools
+	$(BIN)/python -m pytest
+
+test-cpp: build/cpp/build.ninja
+	$(BIN)/cmake --build build/cpp --parallel $(JOBS) -- --quiet
+	$(BIN)/ctest --test-dir build/cpp --output-on-failure --no-tests=error --parallel $(JOBS)
+
+# The bindings that need torch or Python are compiled in build/python, everything else in build/cpp.
+TIDY = xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy --quiet --extra-arg=-Wno-unknown-warning-option -p
+lint: $(VENV)/.tools build/cpp/build.ninja
+	$(BIN)/ruff check --quiet
+	$(BIN)/ruff format --check --quiet
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	@printf '%s\n' $(filter cpp/%.cpp,$(filter-out cpp/ops/torch_ops.cpp cpp/python/%,$(CXX_FILES))) | $(TIDY) build/cpp
+	@printf '%s\n' cpp/ops/torch_ops.cpp cpp/python/core_module.cpp | $(TIDY) build/python
+
+format: $(VENV)/.tools
+	$(BIN)/ruff check --fix --quiet
+	$(BIN)/ruff format --quiet
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+clean:
+	rm -rf build dist
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "moepack needs Python 3.11 or later: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || \
+	  { echo "Python's venv module is missing (Debian: python3-venv)"; exit 1; }
+	@touch $@
+
+# Prints requirements of pyproject.toml, p, one a line.
+requirements = $(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); print(*($(1)), sep="\n")'
+
+# What a build needs, torch and ExecuTorch among it, stays in the environment: rebuilding is quick then. A torch that is
+# in the environment already, such as a CPU build, satisfies the pin and is kept.
+$(VENV)/.build-tools: pyproject.toml | $(VENV)/.created
+	@command -v c++ > /dev/null || { echo "moepack needs a C++20 compiler (Debian: g++)"; exit 1; }
+	@$(BIN)/python -c 'import torch' 2> /dev/null || { \
+	  echo "Installing torch: 0.2 GB to download as a CPU build; the CUDA build that plain PyPI has for x86-64 Linux is 3 GB."; \
+	  echo "Nothing here needs CUDA: PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL can say where pip finds a CPU build."; }
+	@$(call requirements,p["build-system"]["requires"]) > $(VENV)/build-requirements.txt
+	$(PIP) -r $(VENV)/build-requirements.txt "cmake>=3.28" "ninja>=1.11"
+	@touch $@
+
+$(VENV)/.installed: $(SOURCES) | $(VENV)/.build-tools
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --config-settings=build-dir=build/python --editable .
+	@touch $@
+
+$(VENV)/.tools: pyproject.toml | $(VENV)/.installed
+	@$(call requirements,p["project"]["optional-dependencies"]["test"] + p["project"]["optional-dependencies"]["lint"]) \
+	  > $(VENV)/tool-requirements.txt
+	$(PIP) -r $(VENV)/tool-requirements.txt
+	@touch $@
+
+build/cpp/build.ninja: CMakeLists.txt | $(VENV)/.tools gtest
+	$(BIN)/cmake -S . -B build/cpp -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) --log-level=WARNING \
+	  -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_COMPILE_WARNING_AS_ERROR=ON \
+	  -DMOEPACK_BUILD_TESTS=ON -DMOEPACK_BUILD_EXECUTORCH=ON
+
+gtest:
+	@test -f /usr/include/gtest/gtest.h || pkg-config --exists gtest 2> /dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then export DEBIAN_FRONTEND=noninteractive; \
+	    apt-get update -qq && apt-get install -y -qq --no-install-recommends libgtest-dev > /dev/null; \
+	  else echo "The C++ tests need GoogleTest (Debian: libgtest-dev)"; exit 1; fi; }
