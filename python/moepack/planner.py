@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from torch import nn
 
 from moepack import packing
 from moepack.errors import UnsupportedError
-from moepack.families import FoundBlock, find_blocks, is_replacement
+from moepack.families import BlockSpec, FoundBlock, find_blocks, is_replacement
 from moepack.schemes import Scheme
 from moepack.schemes import scheme as scheme_of
 
@@ -182,7 +182,8 @@ def _plan_block(
         return BlockPlan(*names, "exclude", "by name")
     if block.spec is None:
         return BlockPlan(*names, "refuse", block.refused_because)
-    form, spec = scheme_of(chosen), block.spec
+    spec = block.spec
+    form = scheme_of(spec.experts.given_scheme or chosen)
     outside_because = outside_because or spec.outside_because
     is_fused = spec.router is not None and not outside_because
     e = spec.experts
@@ -194,16 +195,23 @@ def _plan_block(
     return BlockPlan(
         *names,
         "replace",
-        "" if is_fused else f"router outside: {outside_because}",
+        "; ".join(_remarks(spec, "" if is_fused else outside_because)),
         form.name,
         "fused" if is_fused else "outside",
         e.num_experts,
         spec.router.attributes.num_activated_experts if spec.router else _top_k(block.module),
         e.model_dim,
         e.inner_dim,
-        (3 * e.num_experts * e.inner_dim * e.model_dim + biases) * e.dtype_bytes,
+        e.bytes_stored,
         packed + 4 * biases,
     )
+
+
+def _remarks(spec: BlockSpec, outside_because: str) -> Iterator[str]:
+    if outside_because:
+        yield f"router outside: {outside_because}"
+    if spec.experts.given_scheme:
+        yield f"codes of torchao's {spec.experts.given_scheme} are kept"
 
 
 def _top_k(block: nn.Module) -> int | None:

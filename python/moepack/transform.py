@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Literal
@@ -18,6 +18,7 @@ from moepack.errors import BadWeights, NoMoEBlock, UnsupportedError
 from moepack.families import BlockSpec, ExpertsSpec, FoundBlock, find_blocks
 from moepack.modules import PackedExperts, QuantizedExperts, QuantizedMoEFFN
 from moepack.planner import BlockPlan, plan_blocks
+from moepack.quantizer import QuantizedMatrix
 from moepack.schemes import Scheme
 from moepack.transform_report import BlockReport, Report
 
@@ -64,17 +65,20 @@ def quantize_(
     _check_all(work, verify, progress)
     packed: dict[int, _Packed] = {}
 
-    def replace(item: _Work) -> None:
+    def replace_block(item: _Work) -> None:
         if item.block.experts_of not in packed:
             packed[item.block.experts_of] = _pack(item.spec, item.plan, rule, threads)
         new = _build(item, packed[item.block.experts_of])
-        report.blocks.append(_verified(item, new, rule, verify, sqnr_floor))
+        block = _verified(item, new, rule, verify, sqnr_floor)
+        report.blocks.append(replace(block, scale_error=packed[item.block.experts_of].scale_error))
         report.model = _put(report.model, item, new)
 
     total = len(work)
     while work:
         _tell(progress, f"packing {work[0].plan.path or '(root)'}", total - len(work), total)
-        replace(work.pop(0))  # nothing here refers to the original afterwards: its memory is free
+        replace_block(
+            work.pop(0)
+        )  # nothing here refers to the original afterwards: its memory is free
     return report
 
 
@@ -96,6 +100,7 @@ class _Packed:
     w2: Tensor
     bias13: Tensor | None
     bias2: Tensor | None
+    scale_error: float
 
 
 def _tell(progress: Progress | None, what: str, done: int, total: int) -> None:
@@ -176,24 +181,29 @@ def _pack(
     spec: BlockSpec, decision: BlockPlan, rule: quantizer.Rule, threads: int | None
 ) -> _Packed:
     experts = spec.experts
+    scale_error = 0.0
+
+    def quantized(name: str, read: Callable[[int], Tensor]) -> Iterator[QuantizedMatrix]:
+        where = [
+            f"{decision.path or '(root)'} expert {e} {name}" for e in range(experts.num_experts)
+        ]
+        if experts.given is not None:
+            return (quantizer.from_torchao(experts.given(name, e), w) for e, w in enumerate(where))
+        reads = (partial(read, e) for e in range(experts.num_experts))
+        pairs = zip(where, reads, strict=True)
+        return quantizer.quantize_experts(pairs, decision.scheme, rule, threads)
 
     def packed(name: str, read: Callable[[int], Tensor], row_order: packing.RowOrder) -> Tensor:
-        matrices = quantizer.quantize_experts(
-            (
-                (f"{decision.path or '(root)'} expert {e} {name}", partial(read, e))
-                for e in range(experts.num_experts)
-            ),
-            decision.scheme,
-            rule,
-            threads,
-        )
-        return packing.pack_experts(matrices, row_order)
+        def noting() -> Iterator[QuantizedMatrix]:
+            nonlocal scale_error
+            for matrix in quantized(name, read):
+                scale_error = max(scale_error, matrix.scale_error)
+                yield matrix
 
-    return _Packed(
-        packed("w13", experts.w13, "gate_up"),
-        packed("w2", experts.w2, "plain"),
-        *_stacked_biases(experts),
-    )
+        return packing.pack_experts(noting(), row_order)
+
+    w13, w2 = packed("w13", experts.w13, "gate_up"), packed("w2", experts.w2, "plain")
+    return _Packed(w13, w2, *_stacked_biases(experts), scale_error)
 
 
 def _stacked_biases(experts: ExpertsSpec) -> tuple[Tensor | None, Tensor | None]:
@@ -243,7 +253,14 @@ def _verified(
     decision = item.plan
     size = sum(b.numel() * b.element_size() for b in (new.packed_w13, new.packed_w2))
     size += sum(4 * b.numel() for b in (new.bias13, new.bias2) if b is not None)
-    base = (decision.path, decision.also_at, decision.scheme, rule, decision.router)
+    kept = item.spec.experts.given_scheme
+    base = (
+        decision.path,
+        decision.also_at,
+        decision.scheme,
+        "torchao's codes" if kept else rule,
+        decision.router,
+    )
     if not verify or item.adapter is None:
         return BlockReport(*base, decision.bytes_before, size)
     check = verification.check_quantized(decision.path, item.spec, new)

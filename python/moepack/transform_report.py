@@ -13,7 +13,10 @@ from moepack.planner import Plan, table
 
 @dataclass(frozen=True)
 class BlockReport:
-    """One replaced block. `sqnr_db` compares the kernel with float on `sampled`."""
+    """One replaced block. `sqnr_db` compares the kernel with float on `sampled`.
+
+    `scale_error`: the largest relative rounding of scales that torchao had chosen.
+    """
 
     path: str
     also_at: tuple[str, ...]
@@ -26,6 +29,7 @@ class BlockReport:
     sqnr_db: float | None = None
     worst_expert_db: float | None = None
     sampled: str = "nothing: verify=False"
+    scale_error: float = 0.0
 
 
 @dataclass

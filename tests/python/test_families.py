@@ -15,6 +15,7 @@ import tiny_models
 from moepack import packing, quantizer, verification
 from moepack.errors import UnsupportedError
 from moepack.families import BlockSpec, find_blocks
+from moepack.families.routers import RULES
 
 
 def only_spec(model: nn.Module) -> BlockSpec:
@@ -275,6 +276,14 @@ def test_reading_is_lazy_and_one_expert_at_a_time() -> None:
     assert packing.pack(matrix, "gate_up").numel() == packing.packed_bytes(
         "int8-g32", 64, 64, "gate_up"
     )
+
+
+def test_every_row_of_the_table_is_compared_with_an_original() -> None:
+    models = [tiny_models.build(family, device="meta") for family in tiny_models.FUSED]
+    modules = {type(module).__name__ for model in models for module in model.modules()}
+    named = {name for rule in RULES for name in rule.routers}
+    # The talker takes embeddings only; its router is the thinker's.
+    assert named - modules == {"Qwen3OmniMoeTalkerTextTopKRouter"}
 
 
 def test_nothing_optional_is_imported() -> None:

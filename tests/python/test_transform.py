@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import moepack
 import tiny_models
-from moepack import ops, reference, verification
+from moepack import ops, packing, reference, verification
 from moepack.errors import BadWeights, NoMoEBlock, UnsupportedError, VerificationError
 from moepack.modules import PackedExperts, QuantizedExperts, QuantizedMoEFFN
 
@@ -315,6 +315,38 @@ def test_shared_experts_and_modes_stay() -> None:
 def test_torchaos_rule_through_the_transform() -> None:
     report = moepack.quantize_(tiny_models.build("mixtral"), rule="torchao")
     assert {block.rule for block in report.blocks} == {"torchao"}
+
+
+@pytest.mark.parametrize("kind", ["int4 in groups", "int8 per row"])
+def test_codes_that_torchao_has_chosen_are_kept(kind: str) -> None:
+    from torchao.quantization import Int8Tensor, IntxUnpackedToInt8Tensor, PerRow
+
+    model = tiny_models.build("qwen3_moe", moe_intermediate_size=64)
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    codes: dict[str, Tensor] = {}
+    for name in ("gate_up_proj", "down_proj"):
+        weight = experts.get_parameter(name).detach()
+        if kind == "int4 in groups":
+            tensor = IntxUnpackedToInt8Tensor.from_hp(weight, (1, 1, 32), torch.int4)  # type: ignore[attr-defined]
+        else:
+            tensor = Int8Tensor.from_hp(weight, PerRow())
+        codes[name] = tensor.qdata
+        setattr(experts, name, nn.Parameter(tensor, requires_grad=False))
+    report = moepack.quantize_(model, "int4-g64")
+    first, second = report.blocks
+    assert (first.rule, second.rule) == ("torchao's codes", "search")
+    assert first.scheme == {"int4 in groups": "int4-g32", "int8 per row": "int8-g128"}[kind]
+    assert 0 < first.scale_error < 2.0**-10
+    assert first.sqnr_db is not None
+    assert first.sqnr_db > 25  # against torchao's own values: only activations are rounded
+    packed = report.model.get_submodule("model.layers.0.mlp")
+    blobs = {
+        "gate_up_proj": packed.get_buffer("packed_w13"),
+        "down_proj": packed.get_buffer("packed_w2"),
+    }
+    for name, stack in blobs.items():
+        assert torch.equal(torch.stack([packing.unpack(b).codes for b in stack]), codes[name])
+    assert tiny_models.logits(report.model).isfinite().all()
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "phimoe", "qwen2_moe"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
 
 import torch
@@ -62,8 +63,22 @@ _HYBRID = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+_LINEAR_LATENT = {
+    "q_lora_rank": None,
+    "mlp_layer_types": ["dense", "sparse"],
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_nextn_predict_layers": 0,
+}
 _DENSE_SPARSE = {"mlp_layer_types": ["dense", "sparse"], "layer_types": None}
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+
+_TEXT_MODELS = {"qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel"}
 
 # Families whose router the operator computes.
 FUSED: dict[str, dict[str, Any]] = {
@@ -73,6 +88,18 @@ FUSED: dict[str, dict[str, Any]] = {
     "qwen3_next": _HYBRID,
     "qwen3_5_moe_text": _HYBRID,
     "qwen3_vl_moe_text": {"rope_parameters": _SECTIONS},
+    "qwen3_omni_moe_text": {"rope_parameters": _SECTIONS},
+    "qwen4_exp_text": {
+        **_HYBRID,
+        "ple_layer_ids": [],
+        "hc_count": 2,
+        "hc_lowrank": 8,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "olmoe": _EXPERT_SIZE_IS_INTERMEDIATE,
     "flex_olmo": _EXPERT_SIZE_IS_INTERMEDIATE,
     "deepseek_v2": {**_LATENT_ATTENTION, "topk_method": "group_limited_greedy"},
@@ -120,6 +147,39 @@ FUSED: dict[str, dict[str, Any]] = {
     "mistral4": {**_LATENT_ATTENTION, "rope_parameters": None},
     "beam": {**_DENSE_SPARSE, "layer_types": ["sliding_attention", "full_attention"]},
     "aria_text": _EXPERT_SIZE_IS_INTERMEDIATE,
+    "axk2": {**_LATENT_ATTENTION, **_DENSE_SPARSE},
+    "bailing_hybrid": {**_LATENT_ATTENTION, **_LINEAR_LATENT},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "dots3_note_text": {
+        **_LATENT_ATTENTION,
+        "mlp_layer_types": ["dense", "sparse"],
+        "layer_types": ["indexed_attention"] * 2,
+        "per_layer_config": {},
+    },
+    "glm4v_moe_text": {
+        "rope_parameters": {**_SECTIONS, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    },
+    "granitemoe_swa": {**_EXPERT_SIZE_IS_INTERMEDIATE, "layer_types": None},
+    "granitemoehybrid": {
+        **_EXPERT_SIZE_IS_INTERMEDIATE,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 8,
+    },
+    "kimi_linear": {**_LATENT_ATTENTION, **_LINEAR_LATENT},
+    "laguna": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "moe_router_logit_softcapping": 0.0,
+        "num_attention_heads_per_layer": [4, 4],
+    },
+    "lara_mini": _HYBRID,
+    "mellum": {"layer_types": ["full_attention"] * 2, "mlp_layer_types": ["sparse"] * 2},
+    "mistral_large4_text": {**_LATENT_ATTENTION, **_DENSE_SPARSE},
+    "unlimited_ocr_text": _DENSE_SPARSE,
     "cohere2_moe": {
         "intermediate_size": INNER,
         "expert_selection_fn": "softmax",
@@ -174,14 +234,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(family: str, device: str = "cpu", seed: int = 0) -> nn.Module:
+def build(family: str, device: str = "cpu", seed: int = 0, **changes: Any) -> nn.Module:
     """A model of `family` in eval mode; experts and routers are drawn so that they matter."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     refused = {name: overrides for name, (_, overrides) in REFUSED.items()}
     overrides = {**FUSED, **OUTSIDE, **refused}[family]
-    settings = dict((SIZES | copy.deepcopy(overrides)).items())
+    settings = SIZES | copy.deepcopy(overrides) | changes
     if settings["head_dim"] is None:
         del settings["head_dim"]
     config = transformers.AutoConfig.for_model(family, **settings)
@@ -194,11 +254,17 @@ def build(family: str, device: str = "cpu", seed: int = 0) -> nn.Module:
 
 
 def _from_config(transformers: Any, config: Any) -> nn.Module:
-    try:
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    except ValueError:
-        model = transformers.AutoModel.from_config(config)
-    return model
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        try:
+            model: nn.Module = auto.from_config(config)
+        except ValueError:
+            continue
+        return model
+    # A text model that is only ever a part of another: it is named after its config.
+    module = type(config).__module__.replace("configuration_", "modeling_")
+    name = _TEXT_MODELS.get(config.model_type, type(config).__name__.replace("Config", "Model"))
+    model_class: type[nn.Module] = getattr(importlib.import_module(module), name)
+    return model_class(config)
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from moepack.families.spec import (
     Oracle,
     RouterSpec,
 )
+from moepack.families.stacked import in_float, is_plain
 from moepack.reference.float_mode import ExpertReader
 
 NAME = "executorch"
@@ -56,7 +57,8 @@ def _refuse(block: nn.Module) -> str:
     if not all(len(shape) == 3 for shape in shapes) or len(set(shapes)) != 1:
         found = ", ".join(f"{n} {list(s)}" for n, s in zip(_MATRICES, shapes, strict=True))
         return f"cond_ffn has {found}; supported: w1, w2, w3 of one shape [E, F, D]"
-    if not all(getattr(cond_ffn, name).is_floating_point() for name in _MATRICES):
+    weights = [getattr(cond_ffn, name) for name in _MATRICES]
+    if not all(is_plain(w) and w.is_floating_point() for w in weights):
         return "cond_ffn holds weights that are already quantized; supported: float weights"
     missing = [name for name in _ROUTING if not hasattr(block, name)]
     if missing:
@@ -71,9 +73,7 @@ def _refuse(block: nn.Module) -> str:
 def _gate_weight(block: nn.Module) -> Tensor:
     """The router's weights; a torchao-quantized tensor (also an unwrapped one) is dequantized."""
     weight: Tensor = block.get_submodule("gate").weight  # type: ignore[assignment]
-    if type(weight) in (Tensor, nn.Parameter):
-        return weight.detach()
-    return weight.dequantize().detach()
+    return in_float(weight)
 
 
 def _read_router(block: nn.Module) -> RouterSpec:
@@ -109,7 +109,8 @@ def _read_experts(cond_ffn: nn.Module) -> ExpertsSpec:
         bias13=lambda e: None,
         bias2=lambda e: None,
     )
-    return ExpertsSpec(num_experts, model_dim, inner_dim, reader, dtype_bytes=w1.element_size())
+    stored = 3 * w1.numel() * w1.element_size()
+    return ExpertsSpec(num_experts, model_dim, inner_dim, reader, bytes_stored=stored)
 
 
 def _original_experts(cond_ffn: nn.Module, first: int, last: int) -> ExpertsFunction:

@@ -23,6 +23,7 @@ from moepack.families.spec import (
     Oracle,
     RouterSpec,
 )
+from moepack.families.stacked import given_scheme, in_float, is_plain, one_expert
 from moepack.reference.float_mode import ExpertReader
 
 NAME = "huggingface"
@@ -43,7 +44,10 @@ def read(block: nn.Module) -> tuple[BlockSpec | None, str]:
     reason = _refuse_experts(experts)
     if reason:
         return None, reason
-    spec = _read_experts(experts)
+    scheme, reason = _read_given(experts)
+    if reason:
+        return None, reason
+    spec = _read_experts(experts, scheme)
     router, combination, outside = _read_routing(block, spec.num_experts)
     oracle = Oracle(
         experts=lambda first, last: _original_experts(experts, first, last),
@@ -65,7 +69,7 @@ def _refuse_experts(experts: nn.Module) -> str:
     if not all(isinstance(w, Tensor) and w.dim() == 3 for w in weights):
         return f"{name} has no stacked 3-D weights gate_up_proj and down_proj"
     if not all(isinstance(w, Tensor) and w.is_floating_point() for w in weights):
-        return f"{name} holds weights that are already quantized; supported: float weights"
+        return f"{name} holds integer weights; supported: float, or torchao's symmetric tensors"
     if not _is_silu(experts):
         return f"{name} computes another activation than silu(gate) * up; supported: silu"
     return ""
@@ -87,10 +91,25 @@ def _is_silu(experts: nn.Module) -> bool:
     return result.shape == expected.shape and bool(torch.allclose(result, expected, rtol=1e-5))
 
 
-def _read_experts(experts: nn.Module) -> ExpertsSpec:
+def _read_given(experts: nn.Module) -> tuple[str, str]:
+    """The scheme that torchao has quantized the experts to, "" for float; the reason to refuse."""
+    stacks = _stacks(experts)
+    if all(is_plain(stack) for stack in stacks.values()):
+        return "", ""
+    if experts.is_transposed or not experts.is_concatenated:
+        return "", "torchao quantized it in a transposed or interleaved layout; supported: float"
+    return given_scheme(stacks)
+
+
+def _stacks(experts: nn.Module) -> dict[str, Tensor]:
     gate_up, down = experts.gate_up_proj, experts.down_proj
     assert isinstance(gate_up, Tensor)
     assert isinstance(down, Tensor)
+    return {"w13": gate_up, "w2": down}
+
+
+def _read_experts(experts: nn.Module, scheme: str) -> ExpertsSpec:
+    gate_up, down = _stacks(experts).values()
     transposed, concatenated = bool(experts.is_transposed), bool(experts.is_concatenated)
 
     def rows(tensor: Tensor) -> Tensor:
@@ -101,7 +120,7 @@ def _read_experts(experts: nn.Module) -> ExpertsSpec:
         return rows(value) if value is not None and name.startswith("gate_up") else value
 
     def matrix(tensor: Tensor, expert: int) -> Tensor:
-        stored = tensor[expert].detach()
+        stored = in_float(one_expert(tensor, expert))
         return stored.T if transposed else stored
 
     num_experts, model_dim, inner_dim = down.shape
@@ -115,7 +134,13 @@ def _read_experts(experts: nn.Module) -> ExpertsSpec:
         bias2=lambda e: bias("down_proj_bias", e),
     )
     return ExpertsSpec(
-        num_experts, model_dim, inner_dim, reader, dtype_bytes=gate_up.element_size()
+        num_experts,
+        model_dim,
+        inner_dim,
+        reader,
+        bytes_stored=sum(p.numel() * p.element_size() for p in experts.parameters()),
+        given=(lambda name, e: one_expert(_stacks(experts)[name], e)) if scheme else None,
+        given_scheme=scheme,
     )
 
 
@@ -138,7 +163,7 @@ def _original_experts(experts: nn.Module, first: int, last: int) -> ExpertsFunct
     """The class's own forward over a slice of the experts; no parameter of the model is touched."""
     window = copy.copy(experts)
     window._parameters = {
-        name: None if p is None else nn.Parameter(p.detach()[first:last].float(), False)
+        name: None if p is None else nn.Parameter(in_float(p)[first:last].float(), False)
         for name, p in experts._parameters.items()
     }
     window.num_experts = last - first  # type: ignore[assignment]

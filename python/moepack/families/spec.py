@@ -25,7 +25,10 @@ class ExpertsSpec:
     reader: ExpertReader
     activation: str = "silu"
     gated: bool = True
-    dtype_bytes: int = 4
+    bytes_stored: int = 0
+    # Weights that torchao has quantized: given(name, e) is its matrix, whose codes are kept.
+    given: Callable[[str, int], Tensor] | None = None
+    given_scheme: str = ""
 
     def w13(self, expert: int) -> Tensor:
         return self.reader.w13(expert)

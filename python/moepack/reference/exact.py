@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moepack.errors import UnsupportedError
+from moepack.reference.activation import Activation
 from moepack.reference.arithmetic import (
     ACTIVATION_GROUP,
     exp,
@@ -87,17 +88,9 @@ def quantized_experts(
     weight_on_input: bool,
 ) -> Tensor:
     """The operator `moepack::quantized_experts`: x [T, D] -> [T, D] in the dtype of x."""
-    if (
-        layout != "moepack"
-        or activation != "silu"
-        or weight_on_input
-        or act_limit
-        or gate_softcap
-        or up_softcap
-    ):
-        raise UnsupportedError(
-            "the reference computes layout 'moepack' and plain 'silu' only, as the kernels do"
-        )
+    if layout != "moepack":
+        raise UnsupportedError(f"layout {layout!r}; the reference computes 'moepack'")
+    act = Activation(activation, act_alpha, act_limit, gate_softcap, up_softcap, limit_after_act)
     tokens, slots = topk_ids.shape
     outputs = torch.zeros(tokens, slots, x.shape[1])
     codes, scales = quantize_activations(x.float())
@@ -106,13 +99,15 @@ def quantized_experts(
         gate_up = gemm(codes[token], scales[token], decode(packed_w13[expert]))
         if bias13 is not None:
             gate_up = gate_up + bias13[expert]
-        gate, up = gate_up[:, :hidden_dim], gate_up[:, hidden_dim:]
-        hidden = gate / (fp32(1.0) + exp(-gate)) * up
+        if weight_on_input:
+            gate_up = topk_weights[token, slot, None] * gate_up
+        hidden = act(gate_up[:, :hidden_dim], gate_up[:, hidden_dim:])
         output = gemm(*quantize_activations(hidden), decode(packed_w2[expert]))
         outputs[token, slot] = output if bias2 is None else output + bias2[expert]
     y = torch.zeros(tokens, x.shape[1])
     for k in range(slots):
-        y = fma(topk_weights[:, k, None], outputs[:, k], y)
+        weight = fp32(1.0) if weight_on_input else topk_weights[:, k, None]
+        y = fma(weight, outputs[:, k], y)
     return y.to(x.dtype)
 
 
