@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moepack.checkpoint import load_model
 from moepack.errors import MoePackError
+from moepack.manifest import PROGRAM
 from moepack.runtime import Program
 
 # Token ids [T] -> logits [T, vocabulary], row t for the token after t.
@@ -70,6 +73,15 @@ def perplexity(
             break
     mean = total / scored
     return Perplexity(math.exp(mean), mean, scored, windows, window, step)
+
+
+def open_model(path: Path, threads: int | None = None) -> nn.Module | Program:
+    """An exported program (.pte or its directory), or the model of a checkpoint directory."""
+    if path.is_dir() and not (path / PROGRAM).is_file():
+        if threads is not None:
+            torch.set_num_threads(threads)
+        return load_model(path)
+    return Program.load(path, threads=threads)
 
 
 def _log_likelihood(logits: Tensor, tokens: Tensor, begin: int, first: int, end: int) -> float:

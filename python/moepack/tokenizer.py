@@ -14,6 +14,18 @@ from moepack.errors import MoePackError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
+# What a tokenizer is rebuilt from, in whichever of these a checkpoint has.
+FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
 
 @dataclass(frozen=True)
 class Tokenizer:

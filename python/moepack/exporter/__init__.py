@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from moepack.errors import UnsupportedError
 from moepack import manifest
+from moepack.checkpoint import DESCRIPTION_FILES
 from moepack.exporter import lowering, tokens
 from moepack.exporter.card import card
 from moepack.exporter.decoder import cached_decoder
@@ -26,10 +27,10 @@ from moepack.exporter.linears import (
     quantize_embedding,
     quantize_linears,
 )
-from moepack.exporter.source import DESCRIPTION_FILES, Source, open_source
-from moepack.exporter.staging import staged
+from moepack.exporter.source import Source, open_source
 from moepack.manifest import PROGRAM, Manifest
 from moepack.program_file import open_program
+from moepack.staging import staged
 
 __all__ = ["ExportOptions", "ExportResult", "Manifest", "export"]
 

@@ -43,9 +43,11 @@ def grouped_attention(
     per_group = heads // groups
     scale = channels**-0.5 if scaling is None else scaling
     q = (query * scale)[0].reshape(groups, per_group * tokens, channels)
-    scores = torch.bmm(q, key[0].transpose(1, 2)).view(groups, per_group, tokens, slots)
-    weights = torch.softmax(scores + attention_mask[0, 0], -1)
-    mixed = torch.bmm(weights.view(groups, per_group * tokens, slots), value[0])
+    # Views, not indexing by [0]: ExecuTorch aliases views and would copy the cache else.
+    k, v = key.view(groups, slots, channels), value.view(groups, slots, value_channels)
+    scores = torch.bmm(q, k.transpose(1, 2)).view(groups, per_group, tokens, slots)
+    weights = torch.softmax(scores + attention_mask.view(tokens, slots), -1)
+    mixed = torch.bmm(weights.view(groups, per_group * tokens, slots), v)
     mixed = mixed.view(groups, per_group, tokens, value_channels).permute(2, 0, 1, 3)
     return mixed.reshape(1, tokens, heads, value_channels), None
 

@@ -53,7 +53,8 @@ class SlotLayer(StaticLayer):
         write(self.keys, [None, self.position], key_states[0])
         write(self.values, [None, self.position], value_states[0])
         assert self.keys is not None and self.values is not None
-        return self.keys.unsqueeze(0), self.values.unsqueeze(0)
+        # view and not unsqueeze: ExecuTorch aliases views and would copy the whole cache else.
+        return self.keys.view(1, *self.keys.shape), self.values.view(1, *self.values.shape)
 
 
 def attention_window(config: PreTrainedConfig) -> int | None:

@@ -11,8 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from moepack.errors import MoePackError, UnsupportedError
-from moepack.exporter.source import TOKENIZER_FILES
-from moepack.tokenizer import Tokenizer
+from moepack.tokenizer import FILES, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ def copy_tokenizer(directory: Path, target: Path) -> Tokenizer | None:
     None when the directory holds no tokenizer at all. Raises MoePackError when it holds one that
     cannot be read.
     """
-    present = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    present = [name for name in FILES if (directory / name).is_file()]
     if not any(name in present for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return None
     for name in present:

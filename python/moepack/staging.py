@@ -25,8 +25,7 @@ def staged(target: Path, replace: bool) -> Iterator[Path]:
     try:
         yield stage
         _refuse_existing(target, replace)
-        # mkdtemp makes it private to the user; the result is an ordinary directory.
-        stage.chmod(0o777 & ~_umask())
+        _make_ordinary(stage)
         _put_in_place(stage, target)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
@@ -38,6 +37,14 @@ def _refuse_existing(target: Path, replace: bool) -> None:
         raise MoePackError(f"{target} exists; choose another output or pass --force to replace it")
     if target.exists() and not target.is_dir():
         raise MoePackError(f"{target} is a file; choose a directory as output")
+
+
+def _make_ordinary(stage: Path) -> None:
+    """mkdtemp and safetensors make what they write private; the result is for whom umask says."""
+    mask = _umask()
+    stage.chmod(0o777 & ~mask)
+    for path in stage.iterdir():
+        path.chmod(0o666 & ~mask)
 
 
 def _put_in_place(stage: Path, target: Path) -> None:

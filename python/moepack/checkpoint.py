@@ -1,0 +1,190 @@
+"""Model directories: a local Hugging Face checkpoint, or one whose experts moepack has packed.
+
+A packed checkpoint is a directory of plain tensors: model.safetensors (the model's state_dict,
+tied tensors once), config.json and tokenizer files as they were, and moepack.json with the
+attributes of each packed block, from which the modules are built again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from moepack.attributes import ExpertAttributes, RoutingAttributes
+from moepack.errors import MoePackError
+from moepack.manifest import package_versions
+from moepack.modules import PackedExperts, QuantizedExperts, QuantizedMoEFFN
+from moepack.staging import staged
+from moepack.tokenizer import FILES as TOKENIZER_FILES
+
+DESCRIPTION_FILES = ("config.json", "generation_config.json")
+PACKED_FILE = "moepack.json"
+FORMAT = 1
+_WEIGHTS = "model.safetensors"
+
+
+def load_model(directory: Path) -> PreTrainedModel:
+    """The model in fp32, from safetensors only, without running code that the checkpoint carries.
+
+    Raises MoePackError with the directory and the reason.
+    """
+    _require_checkpoint(directory)
+    if not any(directory.glob("*.safetensors")):
+        raise MoePackError(f"{directory}: no *.safetensors file; convert the checkpoint first")
+    with _reported(directory), _quiet():
+        if (directory / PACKED_FILE).is_file():
+            return _load_packed(directory)
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True, use_safetensors=True
+        )
+        return model.eval()
+
+
+def empty_model(directory: Path) -> PreTrainedModel:
+    """The model of the directory's config.json without weights, on the meta device."""
+    _require_checkpoint(directory)
+    with _reported(directory), _quiet():
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config).eval()
+
+
+def save_packed(model: nn.Module, source: Path, out: Path, *, force: bool = False) -> Path:
+    """Writes the packed model that came from the checkpoint `source`; returns `out`.
+
+    `out` appears complete or not at all. Raises MoePackError when it exists and `force` is false.
+    """
+    with staged(out, force) as stage:
+        tensors, ties = _untied(model.state_dict())
+        save_file(tensors, stage / _WEIGHTS, metadata={"format": "pt"})
+        description = {
+            "format": FORMAT,
+            "versions": package_versions(("moepack", "torch", "transformers")),
+            "ties": ties,
+            "blocks": _blocks(model),
+        }
+        text = json.dumps(description, indent=2) + "\n"
+        (stage / PACKED_FILE).write_text(text, encoding="utf-8")
+        for name in (*DESCRIPTION_FILES, *TOKENIZER_FILES):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, stage / name)
+    return out
+
+
+def _load_packed(directory: Path) -> PreTrainedModel:
+    description = json.loads((directory / PACKED_FILE).read_text(encoding="utf-8"))
+    if description["format"] > FORMAT:
+        raise MoePackError(
+            f"{directory}: packed checkpoint format {description['format']}, this moepack reads up "
+            f"to {FORMAT}; use a newer moepack"
+        )
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    tensors = load_file(directory / _WEIGHTS)
+    for path, block in description["blocks"].items():
+        _place(model, path, block, tensors)
+    for name, owner in description["ties"].items():
+        tensors[name] = tensors[owner]
+    model.load_state_dict(tensors, assign=True)
+    model.tie_weights()
+    return model.requires_grad_(False)
+
+
+def _place(model: nn.Module, path: str, block: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Builds the packed module of one block and puts it in the model, its tensors still empty."""
+    attributes = ExpertAttributes(**block["experts"])
+    parent_path, _, name = path.rpartition(".")
+    parent = model.get_submodule(parent_path)
+    biases = {f"has_{b}": f"{path}.{b}" in tensors for b in ("bias13", "bias2")}
+    num_experts = tensors[f"{path}.packed_w13"].shape[0]
+    new: PackedExperts
+    if block["routing"] is None:
+        new = QuantizedExperts.empty(num_experts, block["dim"], attributes, **biases)
+    else:
+        routing = RoutingAttributes(**block["routing"])
+        routed = QuantizedMoEFFN.empty(
+            num_experts,
+            block["dim"],
+            routing,
+            attributes,
+            has_gate_bias=f"{path}.gate_bias" in tensors,
+            has_expert_bias=f"{path}.expert_bias" in tensors,
+            **biases,
+        )
+        original = getattr(parent, name)
+        routed.returns = block["returns"]
+        routed.keep_shared(
+            *((n, original.get_submodule(n)) if n else None for n in block["shared"])
+        )
+        new = routed
+    setattr(parent, name, new.eval())
+
+
+def _blocks(model: nn.Module) -> dict[str, dict[str, Any]]:
+    blocks: dict[str, dict[str, Any]] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, PackedExperts):
+            continue
+        block = {"experts": asdict(module.attributes), "dim": module.dim, "routing": None}
+        if isinstance(module, QuantizedMoEFFN):
+            block["routing"] = asdict(module.routing)
+            block["returns"] = module.returns
+            block["shared"] = [module.shared_name, module.shared_gate_name]
+        blocks[path] = block
+    return blocks
+
+
+def _untied(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors without those that are another one's storage, and which those were."""
+    owners: dict[tuple[int, torch.Size], str] = {}
+    tensors, ties = {}, {}
+    for name, tensor in state.items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if tensor.numel() and key in owners:
+            ties[name] = owners[key]
+        else:
+            owners[key] = name
+            tensors[name] = tensor.contiguous()
+    return tensors, ties
+
+
+def _require_checkpoint(directory: Path) -> None:
+    if not directory.is_dir():
+        raise MoePackError(f"{directory}: no such directory; expected a Hugging Face checkpoint")
+    if not (directory / "config.json").is_file():
+        raise MoePackError(f"{directory}: no config.json; expected a Hugging Face checkpoint")
+
+
+@contextmanager
+def _reported(directory: Path) -> Iterator[None]:
+    """transformers and safetensors raise what they like; callers get one kind, with the place."""
+    try:
+        yield
+    except MoePackError:
+        raise
+    except Exception as error:
+        text = str(error).strip() or type(error).__name__
+        raise MoePackError(f"{directory}: cannot be loaded: {text.splitlines()[0]}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar of transformers inside one of ours."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
