@@ -66,7 +66,7 @@ def experts(
     """x [T, D], ids and weights [T, K] -> [T, D]; reads each used expert once, as x's dtype."""
     if attributes.activation != "silu":
         raise UnsupportedError(f"activation {attributes.activation!r}; supported: silu")
-    y = torch.zeros_like(x)
+    outputs = x.new_zeros(*ids.shape, x.shape[1])
     for expert in range(reader.num_experts):
         token, slot = (ids == expert).nonzero(as_tuple=True)
         if token.numel() == 0:
@@ -74,8 +74,8 @@ def experts(
         gate_up = _linear(x[token], reader.w13(expert), reader.bias13(expert))
         gate, up = gate_up.chunk(2, dim=-1)
         output = _linear(F.silu(gate) * up, reader.w2(expert), reader.bias2(expert))
-        y.index_add_(0, token, output * weights[token, slot, None].to(x.dtype))
-    return y
+        outputs[token, slot] = output
+    return (outputs * weights.to(x.dtype)[..., None]).sum(1)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
