@@ -106,11 +106,13 @@ def _place(model: nn.Module, path: str, block: dict[str, Any], tensors: dict[str
     attributes = ExpertAttributes(**block["experts"])
     parent_path, _, name = path.rpartition(".")
     parent = model.get_submodule(parent_path)
-    biases = {f"has_{b}": f"{path}.{b}" in tensors for b in ("bias13", "bias2")}
+    has_bias13, has_bias2 = (f"{path}.{name}" in tensors for name in ("bias13", "bias2"))
     num_experts = tensors[f"{path}.packed_w13"].shape[0]
     new: PackedExperts
     if block["routing"] is None:
-        new = QuantizedExperts.empty(num_experts, block["dim"], attributes, **biases)
+        new = QuantizedExperts.empty(
+            num_experts, block["dim"], attributes, has_bias13=has_bias13, has_bias2=has_bias2
+        )
     else:
         routing = RoutingAttributes(**block["routing"])
         routed = QuantizedMoEFFN.empty(
@@ -120,7 +122,8 @@ def _place(model: nn.Module, path: str, block: dict[str, Any], tensors: dict[str
             attributes,
             has_gate_bias=f"{path}.gate_bias" in tensors,
             has_expert_bias=f"{path}.expert_bias" in tensors,
-            **biases,
+            has_bias13=has_bias13,
+            has_bias2=has_bias2,
         )
         original = getattr(parent, name)
         routed.returns = block["returns"]

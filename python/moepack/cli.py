@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -155,7 +157,9 @@ def evaluate(
     target: Annotated[Path, typer.Argument(help="Exported directory, .pte, or checkpoint.")],
     text: Annotated[Path, typer.Option(help="Text file to score.")],
     window: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
-    stride: Annotated[int | None, typer.Option(help="Between windows; default: the window.")] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Between windows; default: the window.")
+    ] = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -210,12 +214,10 @@ def demo(
     threads: Threads = None,
 ) -> None:
     """Pack, export, run and measure the small model that ships with moepack."""
-    from rich.console import Console
-
     from moepack.demo import run as run_demo
-    from moepack.report import Steps
+    from moepack.report import Steps, console
 
-    with Steps(Console()) as steps:
+    with Steps(console()) as steps:
         result = run_demo(steps, out_dir=out, threads=threads)
     if json_file is not None:
         json_file.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
@@ -226,6 +228,9 @@ def main() -> None:
     if os.environ.get("MOEPACK_DEBUG"):
         app()
         return
+    # What libraries remark about themselves is not for the user of this command.
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
     try:
         app()
     except MoePackError as error:
@@ -254,11 +259,9 @@ def _read(path: Path) -> str:
 
 def _steps() -> Steps:
     """Progress on stderr, so that stdout holds the result alone."""
-    from rich.console import Console
+    from moepack.report import Steps, console
 
-    from moepack.report import Steps
-
-    return Steps(Console(stderr=True))
+    return Steps(console(stderr=True))
 
 
 def _follow(steps: Steps) -> Any:
@@ -273,11 +276,9 @@ def _print(value: Any, as_json: bool) -> None:
     if as_json:
         _print_json(value.to_json())
         return
-    from rich.console import Console
+    from moepack.report import console, renderable
 
-    from moepack.report import renderable
-
-    Console().print(renderable(value))
+    console().print(renderable(value))
 
 
 def _print_json(value: Any) -> None:
@@ -285,11 +286,9 @@ def _print_json(value: Any) -> None:
 
 
 def _note(value: object) -> None:
-    from rich.console import Console
+    from moepack.report import console, renderable
 
-    from moepack.report import renderable
-
-    Console(stderr=True).print(renderable(value))
+    console(stderr=True).print(renderable(value))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Is everything here that moepack needs, which kernels run, and what to do where something is wrong."""
+"""Whether everything is here that moepack needs, which kernels run, and what to do if not."""
 
 from __future__ import annotations
 

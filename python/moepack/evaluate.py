@@ -80,7 +80,8 @@ def open_model(path: Path, threads: int | None = None) -> nn.Module | Program:
     if path.is_dir() and not (path / PROGRAM).is_file():
         if threads is not None:
             torch.set_num_threads(threads)
-        return load_model(path)
+        model: nn.Module = load_model(path)
+        return model
     return Program.load(path, threads=threads)
 
 

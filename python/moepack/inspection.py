@@ -206,7 +206,9 @@ def _add_stack(result: Inspection, where: str, stack: Tensor, verify: bool) -> N
     first = headers[0]
     for expert, (header, blob) in enumerate(zip(headers, stack, strict=True)):
         if (header.scheme, header.rows, header.cols) != (first.scheme, first.rows, first.cols):
-            result.problems.append(f"{where} expert {expert}: shape or scheme differs from expert 0")
+            result.problems.append(
+                f"{where} expert {expert}: shape or scheme differs from expert 0"
+            )
         if verify:
             try:
                 packing.verify(blob)
@@ -233,5 +235,3 @@ def _readonly(array: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(array)
-
-

@@ -52,7 +52,9 @@ class Manifest:
         """Raises MoePackError when there is none, or it is damaged or of a newer format."""
         path = directory / FILE_NAME
         if not path.is_file():
-            raise MoePackError(f"{directory}: no {FILE_NAME}; expected the output of moepack export")
+            raise MoePackError(
+                f"{directory}: no {FILE_NAME}; expected the output of moepack export"
+            )
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] > FORMAT:

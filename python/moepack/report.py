@@ -23,6 +23,9 @@ from moepack.runtime import GenerationStats
 from moepack.transform import Report
 
 
+_WIDTH = 140
+
+
 @singledispatch
 def renderable(value: object) -> RenderableType:
     """What rich prints for a result; plain text for values without a form of their own."""
@@ -52,7 +55,16 @@ def _plan_row(block: BlockPlan) -> tuple[str, ...]:
     sizes = (str(block.num_experts), top_k, str(block.model_dim), str(block.inner_dim))
     name = " = ".join(path or "(root)" for path in (block.path, *block.also_at))
     if block.action != "replace":
-        return (name, block.block_class, *sizes, "-", "-", "-", "-", f"{block.action}d: {block.why}")
+        return (
+            name,
+            block.block_class,
+            *sizes,
+            "-",
+            "-",
+            "-",
+            "-",
+            f"{block.action}d: {block.why}",
+        )
     saved = (_bytes(block.bytes_before), _bytes(block.bytes_after))
     return (name, block.block_class, *sizes, block.scheme, block.router, *saved, block.why)
 
@@ -169,8 +181,9 @@ def _(value: GenerationStats) -> RenderableType:
         "context": "the context is full: export with a larger --max-seq-len for more",
     }
     return Text(
-        f"{value.prompt_tokens} prompt tokens at {value.prefill_rate:.0f}/s, {value.new_tokens} new "
-        f"at {value.decode_rate:.0f}/s; {reasons.get(value.stop, 'stopped')}",
+        f"{value.prompt_tokens} prompt tokens at {value.prefill_rate:.0f}/s, "
+        f"{value.new_tokens} new at {value.decode_rate:.0f}/s; "
+        f"{reasons.get(value.stop, 'stopped')}",
         style="dim",
     )
 
@@ -213,6 +226,12 @@ def _(value: DemoResult) -> RenderableType:
         mark = Text("ok", style="green") if check.passed else Text("wrong", style="red")
         checks.add_row(check.name, mark, check.found)
     return Group(speed, quality, checks, Text(f"{value.seconds:.0f} seconds in all"))
+
+
+def console(*, stderr: bool = False) -> Console:
+    """As wide as the terminal; wide enough for the tables where there is none."""
+    found = Console(stderr=stderr)
+    return found if found.is_terminal else Console(stderr=stderr, width=_WIDTH)
 
 
 class Steps(Audience):

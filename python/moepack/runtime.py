@@ -44,9 +44,7 @@ class Program:
         self.all_logits = shape[1] != 1
 
     @classmethod
-    def load(
-        cls, path: str | Path, *, threads: int | None = None, verify: bool = False
-    ) -> Program:
+    def load(cls, path: str | Path, *, threads: int | None = None, verify: bool = False) -> Program:
         """Maps a .pte, or model.pte of an exported directory, and prepares it.
 
         Weights stay in the mapped file. `threads` sets the size of ExecuTorch's thread pool for
@@ -88,8 +86,8 @@ class Program:
             )
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size:
             raise MoePackError(
-                f"token ids from {int(tokens.min())} to {int(tokens.max())}; the model's vocabulary "
-                f"is 0 to {self.vocab_size - 1}"
+                f"token ids from {int(tokens.min())} to {int(tokens.max())}; "
+                f"the model's vocabulary is 0 to {self.vocab_size - 1}"
             )
         positions = torch.arange(position, position + count)
         try:

@@ -49,16 +49,16 @@ def _make_ordinary(stage: Path) -> None:
 
 def _put_in_place(stage: Path, target: Path) -> None:
     if not target.exists():
-        os.rename(stage, target)
+        stage.rename(target)
         return
     # A directory cannot be renamed over a full one: the old one steps aside, and back on failure.
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
     old = aside / target.name
-    os.rename(target, old)
+    target.rename(old)
     try:
-        os.rename(stage, target)
+        stage.rename(target)
     except BaseException:
-        os.rename(old, target)
+        old.rename(target)
         raise
     finally:
         if target.exists():

@@ -146,9 +146,7 @@ def _template(directory: Path, config: dict[str, Any]) -> str | None:
         return file.read_text(encoding="utf-8")
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = next(
-            (t.get("template") for t in template if t.get("name") == "default"), None
-        )
+        template = next((t.get("template") for t in template if t.get("name") == "default"), None)
     return template if isinstance(template, str) else None
 
 

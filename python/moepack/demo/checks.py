@@ -44,7 +44,9 @@ def greedy_tokens(
     ids = list(prompt)
     with torch.inference_mode():
         for _ in range(new_tokens):
-            token = int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+            token = int(
+                model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()
+            )
             if token in eos_ids:
                 break
             ids.append(token)

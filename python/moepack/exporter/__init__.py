@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from moepack.errors import UnsupportedError
 from moepack import manifest
 from moepack.checkpoint import DESCRIPTION_FILES
+from moepack.errors import UnsupportedError
 from moepack.exporter import lowering, tokens
 from moepack.exporter.card import card
 from moepack.exporter.decoder import cached_decoder
@@ -89,8 +89,8 @@ def export(
     `quantize_options`) unless they are packed already, then its linear layers and embedding.
     The program's method `forward(input_ids [1, T] int64, cache_position [T] int64)` returns
     logits [1, T or 1, vocabulary] fp32 for 1 <= T <= max_seq_len (default: the model's context or
-    attention window, at most 2048). `out_dir` appears complete or not at all; an existing one is refused unless
-    `force` is given.
+    attention window, at most 2048). `out_dir` appears complete or not at all; an existing one is
+    refused unless `force` is given.
 
     Raises MoePackError (UnsupportedError, NoMoEBlock...) naming the place and what to do.
     """

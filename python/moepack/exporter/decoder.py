@@ -30,7 +30,6 @@ class CachedDecoder(nn.Module):
         with torch.no_grad():
             self._logits(torch.zeros(1, 2, dtype=torch.long), torch.arange(2))
         for index, layer in enumerate(self.cache.layers):
-            assert layer.keys is not None and layer.values is not None
             self.register_buffer(f"keys_{index}", torch.zeros_like(layer.keys))
             self.register_buffer(f"values_{index}", torch.zeros_like(layer.values))
 

@@ -35,7 +35,7 @@ def packed_scheme(model: nn.Module) -> str:
 
 
 def router_paths(model: nn.Module) -> frozenset[str]:
-    """Modules beside experts whose routing stayed outside the operator: they keep their precision."""
+    """Routers that stayed outside the operator, with their parts: they keep their precision."""
     paths: set[str] = set()
     for path, module in packed_modules(model).items():
         if not isinstance(module, QuantizedExperts):

@@ -19,11 +19,10 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from moepack.errors import UnsupportedError
 
-
 _UNBOUNDED = 1 << 40
 
 
-class SlotLayer(StaticLayer):
+class SlotLayer(StaticLayer):  # type: ignore[misc]
     """One layer's keys and values, [H, S, C] each, written at the slots named by `position`.
 
     The batch is always 1 and is left out of the storage: torch.export specializes the token count
@@ -52,7 +51,6 @@ class SlotLayer(StaticLayer):
         write = torch.ops.aten.index_put_.default
         write(self.keys, [None, self.position], key_states[0])
         write(self.values, [None, self.position], value_states[0])
-        assert self.keys is not None and self.values is not None
         # view and not unsqueeze: ExecuTorch aliases views and would copy the whole cache else.
         return self.keys.view(1, *self.keys.shape), self.values.view(1, *self.values.shape)
 

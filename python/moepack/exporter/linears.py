@@ -82,7 +82,7 @@ def quantize_linears(model: nn.Module, excluded: frozenset[str]) -> list[LayerFo
             formats[path] = "8da4w" if module.in_features % _GROUP == 0 else "8da8w"
     configs = {
         "8da4w": Int8DynamicActivationIntxWeightConfig(
-            weight_dtype=torch.int4,
+            weight_dtype=torch.int4,  # type: ignore[attr-defined]
             weight_granularity=PerGroup(_GROUP),
             intx_choose_qparams_algorithm="hqq_scale_only",
         ),

@@ -21,7 +21,7 @@ CONSTANT_ALIGNMENT = 64
 def write_program(
     module: nn.Module,
     example: tuple[torch.Tensor, ...],
-    dynamic_shapes: Mapping[str, Any] | tuple[Any, ...] | None,
+    dynamic_shapes: dict[str, Any] | tuple[Any, ...] | None,
     constants: Mapping[str, Any],
     path: Path,
 ) -> None:
