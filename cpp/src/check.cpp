@@ -2,6 +2,7 @@
 #include <cfloat>
 #include <cmath>
 
+#include "activation.h"
 #include "moepack/ffn.h"
 #include "moepack/packed.h"
 
@@ -20,7 +21,8 @@ Status check_shape(const Shape& s) {
   if (s.D < 1 || s.F < 1 || s.E < 1 || s.D > kMaxDim || s.F > kMaxDim || s.E > kMaxDim)
     return Status::error("model width %lld, hidden_dim %lld and %lld experts have to be at least 1 and below 2^29",
                          static_cast<long long>(s.D), static_cast<long long>(s.F), static_cast<long long>(s.E));
-  if (s.K < 1) return Status::error("%lld activated experts per token; at least 1 is needed", static_cast<long long>(s.K));
+  if (s.K < 1)
+    return Status::error("%lld activated experts per token; at least 1 is needed", static_cast<long long>(s.K));
   return {};
 }
 
@@ -39,18 +41,6 @@ Status check_bias(const char* name, std::int64_t elements, std::int64_t expected
   if (elements >= 0 && elements != expected)
     return Status::error("%s has %lld elements, not %lld", name, static_cast<long long>(elements),
                          static_cast<long long>(expected));
-  return {};
-}
-
-Status check_activation(const ExpertAttributes& a) {
-  if (a.activation != "silu") return unsupported("activation", a.activation, "silu");
-  if (a.act_limit != 0.0) return Status::error("act_limit %g is not supported with silu; supported: 0 (none)", a.act_limit);
-  if (a.act_alpha != 1.0) return Status::error("act_alpha %g is not supported with silu; supported: 1", a.act_alpha);
-  if (a.gate_softcap != 0.0 || a.up_softcap != 0.0)
-    return Status::error("gate_softcap %g, up_softcap %g are not supported; supported: 0 (none)", a.gate_softcap,
-                         a.up_softcap);
-  if (a.limit_after_act) return Status::error("limit_after_act is not supported; supported: false");
-  if (a.weight_on_input) return Status::error("weight_on_input is not supported; supported: false");
   return {};
 }
 
@@ -80,15 +70,18 @@ Status check_experts(const Shape& shape, const ExpertAttributes& attributes, con
   if (!scheme) return unsupported("scheme", attributes.scheme, scheme_names());
   if (attributes.layout != "moepack") return unsupported("layout", attributes.layout, "moepack");
   if (Status status = check_activation(attributes); !status.ok()) return status;
+  const Matrix13 w13 = matrix13(shape.F, activation_of(attributes).gated);
   if (Status status = check_tensor("packed_w13", sizes.experts13, sizes.bytes13, shape.E,
-                                   packed_bytes(*scheme, 2 * shape.F, shape.D, RowOrder::gate_up));
+                                   packed_bytes(*scheme, w13.rows, shape.D, w13.order));
       !status.ok())
     return status;
   if (Status status = check_tensor("packed_w2", sizes.experts2, sizes.bytes2, shape.E,
                                    packed_bytes(*scheme, shape.D, shape.F, RowOrder::plain));
       !status.ok())
     return status;
-  if (Status status = check_bias("bias13", sizes.bias13, shape.E * 2 * shape.F); !status.ok()) return status;
+  if (Status status = check_bias("bias13", sizes.bias13, shape.E * w13.rows); !status.ok()) return status;
+  if (attributes.weight_on_input && sizes.bias13 >= 0)
+    return Status::error("weight_on_input is not supported together with bias13; supported: one of them");
   return check_bias("bias2", sizes.bias2, shape.E * shape.D);
 }
 

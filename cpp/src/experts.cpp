@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "activation.h"
 #include "activations.h"
 #include "gemm/registry.h"
 #include "grouping.h"
@@ -19,9 +20,9 @@ using gemm::kActivationGroup;
 using gemm::Panel;
 using gemm::Rows;
 
-constexpr std::int64_t kMaxPairs = 4096;     // tokens are taken in chunks of so many pairs: bounds the workspace
-constexpr std::int64_t kRowBlock = 32;       // rows whose hidden values are computed at once; they stay in L1
-constexpr std::int64_t kOutFloats = 65536;   // outputs of all pairs for some columns, per worker; they stay in L2
+constexpr std::int64_t kMaxPairs = 4096;    // tokens are taken in chunks of so many pairs: bounds the workspace
+constexpr std::int64_t kRowBlock = 32;      // rows whose hidden values are computed at once; they stay in L1
+constexpr std::int64_t kOutFloats = 65536;  // outputs of all pairs for some columns, per worker; they stay in L2
 constexpr std::int64_t kMaxOutPanels = 8;
 
 std::int64_t chunk_tokens(const Shape& s) { return std::max<std::int64_t>(1, std::min(s.T, kMaxPairs / s.K)); }
@@ -42,7 +43,7 @@ struct Scratch {
   float* row;     // one row of x
   float* hidden;  // [kRowBlock][hidden block]
   float* up;
-  float* out;     // [pairs][panels of one task * 16]
+  float* out;  // [pairs][panels of one task * 16]
 };
 
 struct Buffers {
@@ -53,6 +54,7 @@ struct Buffers {
     x = take_rows(arena, tokens, s.D, scheme.group);
     h = take_rows(arena, pairs, s.F, scheme.group);
     grouping.token = arena.take<std::int32_t>(pairs);
+    grouping.pair = arena.take<std::int32_t>(pairs);
     grouping.position = arena.take<std::int32_t>(pairs);
     grouping.starts = arena.take<std::int32_t>(s.E + 1);
     grouping.segments = arena.take<Segment>(Grouping::max_segments(pairs, s.E));
@@ -94,6 +96,9 @@ class Experts {
         out_(out),
         parallel_(parallel),
         kernel_(kernel),
+        activation_(activation_of(attributes)),
+        weight_on_input_(attributes.weight_on_input),
+        w13_(matrix13(shape.F, activation_.gated)),
         gemm_(scheme_.cell == Cell::int4 ? kernel.gemm_int4 : kernel.gemm_int8),
         buffers_(shape, scheme_, parallel.threads, workspace) {
     const std::int64_t pairs = chunk_tokens(shape) * shape.K;
@@ -125,7 +130,7 @@ class Experts {
       tokens_ = std::min(step, s_.T - begin);
       quantize_x();
       buffers_.grouping.sort(ids_TK + begin * s_.K, tokens_, s_.K, s_.E);
-      compute_hidden();
+      compute_hidden(weights_TK + begin * s_.K);
       compute_out(weights_TK + begin * s_.K);
     }
   }
@@ -135,7 +140,7 @@ class Experts {
   const std::uint8_t* blob2(std::int64_t e) const { return tensors_.packed_w2 + e * tensors_.bytes2; }
 
   Status check_blobs(std::int64_t e) const {
-    Status status = check_header(blob13(e), tensors_.bytes13, scheme_, 2 * s_.F, s_.D, RowOrder::gate_up);
+    Status status = check_header(blob13(e), tensors_.bytes13, scheme_, w13_.rows, s_.D, w13_.order);
     if (!status.ok()) return Status::error("expert %lld, w13: %s", static_cast<long long>(e), status.message());
     status = check_header(blob2(e), tensors_.bytes2, scheme_, s_.D, s_.F, RowOrder::plain);
     if (!status.ok()) return Status::error("expert %lld, w2: %s", static_cast<long long>(e), status.message());
@@ -145,8 +150,8 @@ class Experts {
   Panel panel(const std::uint8_t* blob, std::int64_t index, std::int64_t cols) const {
     PackedHeader header;
     std::memcpy(&header, blob, sizeof header);
-    return {blob + sizeof header + index * panel_bytes(scheme_, cols),
-            static_cast<int>(ceil_div(cols, scheme_.group)), scheme_.group, std::ldexp(1.0f, header.scale_exponent)};
+    return {blob + sizeof header + index * panel_bytes(scheme_, cols), static_cast<int>(ceil_div(cols, scheme_.group)),
+            scheme_.group, std::ldexp(1.0f, header.scale_exponent)};
   }
 
   void quantize_x() {
@@ -158,37 +163,49 @@ class Experts {
     });
   }
 
-  void compute_hidden() {
+  void compute_hidden(const float* weights_TK) {
     const Grouping& grouping = buffers_.grouping;
     const std::int64_t blocks = ceil_div(s_.F, buffers_.hidden_block);
     run_tasks(parallel_, grouping.segment_count * blocks, [&](int worker, std::int64_t task) {
       const Segment& segment = grouping.segments[task / blocks];
       for (std::int32_t row = 0; row < segment.count; row += kRowBlock)
         hidden_rows(segment.expert, task % blocks * buffers_.hidden_block, segment.begin + row,
-                    std::min<std::int64_t>(kRowBlock, segment.count - row), buffers_.scratch[worker]);
+                    std::min<std::int64_t>(kRowBlock, segment.count - row), weights_TK, buffers_.scratch[worker]);
     });
   }
 
   // Hidden values of some rows of an expert for one block of columns: gate and up, activation, quantized.
   void hidden_rows(std::int64_t e, std::int64_t column, std::int64_t position, std::int64_t count,
-                   const Scratch& scratch) {
+                   const float* weights_TK, const Scratch& scratch) {
     const std::int64_t columns = std::min(buffers_.hidden_block, s_.F - column);
     const std::int64_t width = round_up(columns, kPanelColumns);
+    const std::int64_t panels_per_column = activation_.gated ? 2 : 1;
     const std::int32_t* index = buffers_.grouping.token + position;
     for (std::int64_t c = 0; c < width; c += kPanelColumns) {
-      const std::int64_t pair = (column + c) / kPanelColumns;
-      float padded[kPanelColumns];
-      const float* bias = tensors_.bias13 ? tensors_.bias13 + e * 2 * s_.F + column + c : nullptr;
-      gemm_(panel(blob13(e), 2 * pair, s_.D), buffers_.x, index, static_cast<int>(count),
-            panel_bias(bias, columns - c, padded), scratch.hidden + c, width);
-      gemm_(panel(blob13(e), 2 * pair + 1, s_.D), buffers_.x, index, static_cast<int>(count),
-            panel_bias(bias ? bias + s_.F : nullptr, columns - c, padded), scratch.up + c, width);
+      const std::int64_t first_panel = (column + c) / kPanelColumns * panels_per_column;
+      const float* bias = tensors_.bias13 ? tensors_.bias13 + e * w13_.rows + column + c : nullptr;
+      for (std::int64_t side = 0; side < panels_per_column; ++side) {
+        float padded[kPanelColumns];
+        gemm_(panel(blob13(e), first_panel + side, s_.D), buffers_.x, index, static_cast<int>(count),
+              panel_bias(bias ? bias + side * s_.F : nullptr, columns - c, padded),
+              (side == 0 ? scratch.hidden : scratch.up) + c, width);
+      }
     }
-    kernel_.activate(gemm::Activation{}, scratch.hidden, scratch.up, scratch.hidden, count * width);
+    if (weight_on_input_)
+      for (std::int64_t r = 0; r < count; ++r) {
+        const float weight = weights_TK[buffers_.grouping.pair[position + r]];
+        kernel_.scale(weight, scratch.hidden + r * width, width);
+        if (activation_.gated) kernel_.scale(weight, scratch.up + r * width, width);
+      }
+    kernel_.activate(activation_, scratch.hidden, scratch.up, scratch.hidden, count * width);
+    quantize_hidden(position, count, column, columns, scratch.hidden, width);
+  }
+
+  void quantize_hidden(std::int64_t position, std::int64_t count, std::int64_t column, std::int64_t columns,
+                       const float* hidden, std::int64_t width) {
     const Rows& h = buffers_.h;
     for (std::int64_t r = 0; r < count; ++r)
-      kernel_.quantize(scratch.hidden + r * width, columns, scheme_.group,
-                       h.codes + (position + r) * h.code_stride + column,
+      kernel_.quantize(hidden + r * width, columns, scheme_.group, h.codes + (position + r) * h.code_stride + column,
                        h.scales + (position + r) * h.scale_stride + column / kActivationGroup,
                        h.offsets + (position + r) * h.offset_stride + column / scheme_.group);
   }
@@ -196,8 +213,7 @@ class Experts {
   void compute_out(const float* weights_TK) {
     const std::int64_t panels = ceil_div(s_.D, kPanelColumns);
     // Enough tasks that no worker waits long for the last one.
-    const std::int64_t per_task =
-        std::clamp<std::int64_t>(panels / (4 * parallel_.threads), 1, buffers_.out_panels);
+    const std::int64_t per_task = std::clamp<std::int64_t>(panels / (4 * parallel_.threads), 1, buffers_.out_panels);
     run_tasks(parallel_, ceil_div(panels, per_task), [&](int worker, std::int64_t task) {
       const std::int64_t first = task * per_task;
       out_columns(first, std::min(per_task, panels - first), weights_TK, buffers_.scratch[worker]);
@@ -223,7 +239,8 @@ class Experts {
       float y[kMaxOutPanels * kPanelColumns] = {};
       for (std::int64_t pair = t * s_.K; pair < (t + 1) * s_.K; ++pair)
         for (std::int64_t c = 0; c < width; c += kPanelColumns)
-          kernel_.accumulate(weights_TK[pair], scratch.out + grouping.position[pair] * width + c, y + c);
+          kernel_.accumulate(weight_on_input_ ? 1.0f : weights_TK[pair],
+                             scratch.out + grouping.position[pair] * width + c, y + c);
       from_float(y, std::min(width, s_.D - column), out_, dtype_, (first_token_ + t) * s_.D + column);
     }
   }
@@ -236,6 +253,9 @@ class Experts {
   void* out_;
   const ParallelFor& parallel_;
   const gemm::Kernel& kernel_;
+  const gemm::Activation activation_;
+  const bool weight_on_input_;
+  const Matrix13 w13_;
   const gemm::Kernel::Gemm gemm_;
   Buffers buffers_;
   std::int64_t first_token_ = 0;

@@ -7,7 +7,6 @@
 
 namespace moepack {
 
-
 namespace {
 
 // Ids and weights first; then routing and the experts, one after the other, in the same memory.

@@ -6,7 +6,7 @@ namespace moepack {
 
 void Grouping::sort(const std::int64_t* topk_ids, std::int64_t tokens, std::int64_t top_k, std::int64_t experts) {
   std::fill_n(starts, experts + 1, 0);
-  for (std::int64_t pair = 0; pair < tokens * top_k; ++pair) ++starts[topk_ids[pair] + 1];
+  for (std::int64_t p = 0; p < tokens * top_k; ++p) ++starts[topk_ids[p] + 1];
   for (std::int64_t e = 0; e < experts; ++e) starts[e + 1] += starts[e];
 
   segment_count = 0;
@@ -15,10 +15,11 @@ void Grouping::sort(const std::int64_t* topk_ids, std::int64_t tokens, std::int6
       segments[segment_count++] = {static_cast<std::int32_t>(e), begin,
                                    std::min(Segment::kRows, starts[e + 1] - begin)};
 
-  for (std::int64_t pair = 0; pair < tokens * top_k; ++pair) {
-    const std::int32_t at = starts[topk_ids[pair]]++;
-    token[at] = static_cast<std::int32_t>(pair / top_k);
-    position[pair] = at;
+  for (std::int64_t p = 0; p < tokens * top_k; ++p) {
+    const std::int32_t at = starts[topk_ids[p]]++;
+    token[at] = static_cast<std::int32_t>(p / top_k);
+    pair[at] = static_cast<std::int32_t>(p);
+    position[p] = at;
   }
   for (std::int64_t e = experts; e > 0; --e) starts[e] = starts[e - 1];
   starts[0] = 0;

@@ -15,6 +15,7 @@ struct Segment {
 
 struct Grouping {
   std::int32_t* token;     // [pairs] token of each sorted position
+  std::int32_t* pair;      // [pairs] token * K + slot of each sorted position
   std::int32_t* position;  // [pairs] sorted position of pair token * K + slot
   std::int32_t* starts;    // [E + 1] first position of each expert
   Segment* segments;       // [max_segments]

@@ -174,11 +174,12 @@ Status check_header(const std::uint8_t* blob, std::int64_t bytes, const Scheme& 
   if (header.cell != static_cast<std::uint16_t>(scheme.cell) ||
       header.group != static_cast<std::uint32_t>(scheme.group) || header.rows != static_cast<std::uint64_t>(rows) ||
       header.cols != static_cast<std::uint64_t>(cols) || header.row_order != static_cast<std::uint16_t>(order))
-    return Status::error("the blob holds %u x %u, %s, group %u, row order %u; the call needs %lld x %lld, %s, group %d, "
-                         "row order %u",
-                         header.rows, header.cols, cell_name(static_cast<Cell>(header.cell)), header.group,
-                         header.row_order, static_cast<long long>(rows), static_cast<long long>(cols),
-                         cell_name(scheme.cell), scheme.group, static_cast<unsigned>(order));
+    return Status::error(
+        "the blob holds %u x %u, %s, group %u, row order %u; the call needs %lld x %lld, %s, group %d, "
+        "row order %u",
+        header.rows, header.cols, cell_name(static_cast<Cell>(header.cell)), header.group, header.row_order,
+        static_cast<long long>(rows), static_cast<long long>(cols), cell_name(scheme.cell), scheme.group,
+        static_cast<unsigned>(order));
   return {};
 }
 

@@ -74,8 +74,7 @@ void quantize_row(const Scheme& scheme, const float* weights, std::int64_t cols,
     *scales++ = bits;
     const float inverse = bits ? 1.0f / float_from_half(bits) : 0.0f;
     for (int i = 0; i < length; ++i)
-      codes[begin + i] =
-          static_cast<std::int8_t>(std::min(std::max(round_even(w[i] * inverse), code_min), code_max));
+      codes[begin + i] = static_cast<std::int8_t>(std::min(std::max(round_even(w[i] * inverse), code_min), code_max));
   }
 }
 

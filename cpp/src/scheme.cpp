@@ -6,9 +6,9 @@ namespace moepack {
 namespace {
 
 constexpr Scheme kSchemes[] = {
-    {"int4-g32", Cell::int4, 32, -8, 7},      {"int4-g64", Cell::int4, 64, -8, 7},
-    {"int4-g128", Cell::int4, 128, -8, 7},    {"int8-g32", Cell::int8, 32, -127, 127},
-    {"int8-g64", Cell::int8, 64, -127, 127},  {"int8-g128", Cell::int8, 128, -127, 127},
+    {"int4-g32", Cell::int4, 32, -8, 7},     {"int4-g64", Cell::int4, 64, -8, 7},
+    {"int4-g128", Cell::int4, 128, -8, 7},   {"int8-g32", Cell::int8, 32, -127, 127},
+    {"int8-g64", Cell::int8, 64, -127, 127}, {"int8-g128", Cell::int8, 128, -127, 127},
 };
 
 }  // namespace

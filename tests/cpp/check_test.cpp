@@ -48,27 +48,48 @@ TEST_F(CheckExperts, UnknownNames) {
   attributes_.layout = "torchao";
   EXPECT_EQ(message(), "layout 'torchao' is not supported; supported: moepack");
   attributes_ = layer_.attributes();
-  attributes_.activation = "gelu_tanh";
-  EXPECT_EQ(message(), "activation 'gelu_tanh' is not supported; supported: silu");
+  attributes_.activation = "gelu";
+  EXPECT_EQ(message(), "activation 'gelu' is not supported; supported: silu, gelu_tanh, swiglu_oai, relu, relu2");
 }
 
-TEST_F(CheckExperts, AttributesThatThisVersionDoesNotCompute) {
+TEST_F(CheckExperts, NumbersThatDoNotGoTogether) {
   const std::pair<const char*, std::function<void(ExpertAttributes&)>> changes[] = {
-      {"act_limit", [](auto& a) { a.act_limit = 7.0; }},
       {"act_limit", [](auto& a) { a.act_limit = made::kNaN; }},
+      {"act_limit", [](auto& a) { a.act_limit = -7.0; }},
+      {"act_limit", [](auto& a) { a.act_limit = 1e39; }},
+      {"act_limit", [](auto& a) { a.act_limit = 1e-60; }},
       {"act_alpha", [](auto& a) { a.act_alpha = 1.702; }},
       {"act_alpha", [](auto& a) { a.act_alpha = made::kNaN; }},
-      {"gate_softcap", [](auto& a) { a.gate_softcap = 30.0; }},
+      {"gate_softcap",
+       [](auto& a) {
+         a.activation = "gelu_tanh";
+         a.gate_softcap = 30.0;
+       }},
+      {"act_limit",
+       [](auto& a) {
+         a.activation = "relu2";
+         a.act_limit = 7.0;
+       }},
       {"up_softcap", [](auto& a) { a.up_softcap = -1.0; }},
       {"limit_after_act", [](auto& a) { a.limit_after_act = true; }},
-      {"weight_on_input", [](auto& a) { a.weight_on_input = true; }},
   };
   for (const auto& [name, change] : changes) {
     attributes_ = layer_.attributes();
     change(attributes_);
     EXPECT_TRUE(contains(message(), name));
-    EXPECT_TRUE(contains(message(), "supported"));
   }
+  attributes_ = layer_.attributes();
+  attributes_.weight_on_input = true;
+  EXPECT_EQ(message(),
+            sizes_.bias13 < 0 ? "" : "weight_on_input is not supported together with bias13; supported: one of them");
+}
+
+TEST_F(CheckExperts, ExpertsWithoutAGateHaveHalfTheRows) {
+  attributes_.activation = "relu";
+  EXPECT_TRUE(contains(message(), "packed_w13 has"));
+  sizes_.bytes13 = packed_bytes(*find_scheme(attributes_.scheme), shape_.F, shape_.D, RowOrder::plain);
+  sizes_.bias13 = -1;
+  EXPECT_EQ(message(), "");
 }
 
 TEST_F(CheckExperts, Shapes) {

@@ -105,6 +105,84 @@ TEST(Elementwise, SiluOfSpecialValues) {
   EXPECT_TRUE(std::isnan(plain::silu_times(made::kNaN, 0.0f)));
 }
 
+using Kind = gemm::Activation::Kind;
+
+std::vector<gemm::Activation> all_activations() {
+  return {{Kind::silu, true, 1.0f, 7.0f, false, 0.0f, 0.0f},
+          {Kind::silu, true, 1.0f, 7.0f, true, 0.0f, 0.0f},
+          {Kind::silu, true, 1.0f, 0.0f, false, 4.0f, 25.0f},
+          {Kind::gelu_tanh, true, 1.0f, 0.0f, false, 0.0f, 0.0f},
+          {Kind::gelu_tanh, true, 1.0f, 2.0f, false, 0.0f, 0.0f},
+          {Kind::swiglu_oai, true, 1.702f, 7.0f, false, 0.0f, 0.0f},
+          {Kind::swiglu_oai, true, 0.5f, 0.0f, false, 0.0f, 0.0f},
+          {Kind::relu, false, 1.0f, 0.0f, false, 0.0f, 0.0f},
+          {Kind::relu2, false, 1.0f, 0.0f, false, 0.0f, 0.0f}};
+}
+
+TEST(Elementwise, EveryActivationIsTheSameOnEveryIsa) {
+  const Floats gate = any_floats(16 * 3000, 71), up = any_floats(16 * 3000, 72);
+  for (const gemm::Activation& activation : all_activations()) {
+    Floats expected(gate.size());
+    const std::int64_t n = static_cast<std::int64_t>(gate.size());
+    made::kernel_of("scalar").activate(activation, gate.data(), up.data(), expected.data(), n);
+    for (const std::string& isa : made::supported_isas()) {
+      Floats out(gate.size());
+      made::kernel_of(isa).activate(activation, gate.data(), activation.gated ? up.data() : nullptr, out.data(), n);
+      EXPECT_TRUE(made::same(out, expected)) << isa << " " << static_cast<int>(activation.kind);
+    }
+  }
+}
+
+// In double, from the definitions (tanh and erf-free gelu as the papers have them), not from op.md's rearrangements.
+double defined(const gemm::Activation& a, double g, double u) {
+  const double limit = a.limit;
+  if (a.kind == Kind::relu) return std::max(g, 0.0);
+  if (a.kind == Kind::relu2) return std::max(g, 0.0) * std::max(g, 0.0);
+  if (limit > 0) {
+    if (!a.limit_after_act) g = std::min(g, limit);
+    u = std::clamp(u, -limit, limit);
+  }
+  const auto cap = [](double v, double c) { return c > 0 ? c * std::tanh(v / c) : v; };
+  const auto sigmoid = [](double v) { return 1 / (1 + std::exp(-v)); };
+  double act = cap(g, a.gate_softcap) * sigmoid(g);
+  if (a.kind == Kind::gelu_tanh) act = 0.5 * g * (1 + std::tanh(std::sqrt(2 / M_PI) * (g + 0.044715 * g * g * g)));
+  if (a.kind == Kind::swiglu_oai) return g * sigmoid(a.alpha * g) * (u + 1);
+  if (limit > 0 && a.limit_after_act) act = std::min(act, limit);
+  return act * cap(u, a.up_softcap);
+}
+
+TEST(Elementwise, EveryActivationIsWhatItsNameSays) {
+  Floats gate, up;
+  for (int i = -480; i < 480; ++i)
+    for (const float u : {-30.0f, -3.0f, -0.01f, 0.0f, 1e-4f, 0.3f, 2.0f, 40.0f}) {
+      gate.push_back(static_cast<float>(i) / 40.0f);
+      up.push_back(u);
+    }
+  for (const gemm::Activation& activation : all_activations()) {
+    Floats out(gate.size());
+    made::kernel_of("scalar").activate(activation, gate.data(), up.data(), out.data(),
+                                       static_cast<std::int64_t>(gate.size()));
+    for (std::size_t i = 0; i < gate.size(); ++i) {
+      const double expected = defined(activation, gate[i], up[i]);
+      // At most a dozen roundings follow each other; gelu's argument is exp's, rounded once where it is up to 87. The
+      // definition itself cancels in 1 + tanh.
+      const double cancelled = std::fabs(static_cast<double>(gate[i]) * up[i]) * 0x1p-53;
+      ASSERT_NEAR(out[i], expected, (12 + 87) * 0x1p-24 * std::fabs(expected) + cancelled)
+          << static_cast<int>(activation.kind) << " gate " << gate[i] << " up " << up[i];
+    }
+  }
+}
+
+TEST(Elementwise, Scale) {
+  const Floats start = any_floats(16 * 500, 73);
+  const Floats expected = mapped(start, [](float v) { return 0.37f * v; });
+  for (const std::string& isa : made::supported_isas()) {
+    Floats v = start;
+    made::kernel_of(isa).scale(0.37f, v.data(), static_cast<std::int64_t>(v.size()));
+    EXPECT_TRUE(made::same(v, expected)) << isa;
+  }
+}
+
 TEST(Elementwise, Accumulate) {
   const Floats o = any_floats(16 * 500, 46), start = any_floats(16 * 500, 47);
   made::Random random(48);

@@ -13,9 +13,14 @@ constexpr std::int32_t kGuard = -77;
 
 struct Sorted {
   Sorted(const std::vector<std::int64_t>& ids, std::int64_t T, std::int64_t K, std::int64_t E)
-      : token(T * K), position(T * K), starts(E + 2, kGuard), segments(Grouping::max_segments(T * K, E) + 1) {
+      : token(T * K),
+        pair(T * K),
+        position(T * K),
+        starts(E + 2, kGuard),
+        segments(Grouping::max_segments(T * K, E) + 1) {
     segments.back().expert = kGuard;
     grouping.token = token.data();
+    grouping.pair = pair.data();
     grouping.position = position.data();
     grouping.starts = starts.data();
     grouping.segments = segments.data();
@@ -25,7 +30,7 @@ struct Sorted {
     EXPECT_LT(static_cast<std::size_t>(grouping.segment_count), segments.size());
   }
 
-  std::vector<std::int32_t> token, position, starts;
+  std::vector<std::int32_t> token, pair, position, starts;
   std::vector<Segment> segments;
   Grouping grouping;
 };
@@ -38,6 +43,7 @@ void expect_sorted(const std::vector<std::int64_t>& ids, std::int64_t T, std::in
     const std::int64_t e = ids[pair];
     ASSERT_EQ(s.position[pair], s.starts[e] + filled[e]++) << "pair " << pair;
     ASSERT_EQ(s.token[s.position[pair]], pair / K);
+    ASSERT_EQ(s.pair[s.position[pair]], pair);
   }
   for (std::int64_t e = 0; e < E; ++e) ASSERT_EQ(s.starts[e + 1] - s.starts[e], filled[e]);
 

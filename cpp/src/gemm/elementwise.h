@@ -26,11 +26,81 @@ inline typename I::Float one_plus_exp_of_negative(typename I::Float x) {
 }
 
 template <class I>
-void activate(const Activation&, const float* gate, const float* up, float* out, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; i += kLanes) {
-    const auto g = I::load(gate + i);
-    I::store(out + i, I::mul(I::div(g, one_plus_exp_of_negative<I>(g)), I::load(up + i)));
+inline typename I::Float tanh(typename I::Float x) {
+  using Float = typename I::Float;
+  const auto c = [](float value) { return I::broadcast(value); };
+  // Near zero 1 - 2 / (1 + exp(2x)) cancels; there an odd polynomial takes over.
+  constexpr float polynomial[] = {0x1.522686p-6f, -0x1.b83c56p-5f, 0x1.110726p-3f, -0x1.555532p-2f};
+  const Float square = I::mul(x, x);
+  Float p = c(-0x1.75e17ap-8f);
+  for (const float next : polynomial) p = I::fma(p, square, c(next));
+  const Float near = I::fma(p, I::mul(square, x), x);
+  const Float magnitude = I::max(x, I::negate(x));
+  const Float far = I::sub(c(1.0f), I::div(c(2.0f), I::add(c(1.0f), exp<I>(I::add(magnitude, magnitude)))));
+  const Float signed_far = I::select_less(x, c(0.0f), I::negate(far), far);
+  return I::select_less(magnitude, c(0.625f), near, signed_far);
+}
+
+template <class I>
+inline typename I::Float softcap(typename I::Float x, float cap) {
+  return cap == 0.0f ? x : I::mul(I::broadcast(cap), tanh<I>(I::div(x, I::broadcast(cap))));
+}
+
+// The gate's side of a gated activation.
+template <class I, Activation::Kind Kind>
+inline typename I::Float activated(const Activation& a, typename I::Float g) {
+  if constexpr (Kind == Activation::Kind::swiglu_oai)
+    return I::div(g, one_plus_exp_of_negative<I>(I::mul(I::broadcast(a.alpha), g)));
+  if constexpr (Kind == Activation::Kind::gelu_tanh) {
+    const auto cube = I::mul(I::mul(I::broadcast(0x1.6e4e26p-5f), g), I::mul(g, g));
+    return I::div(g, one_plus_exp_of_negative<I>(I::mul(I::broadcast(0x1.988454p+0f), I::add(g, cube))));
   }
+  return I::div(softcap<I>(g, a.gate_softcap), one_plus_exp_of_negative<I>(g));
+}
+
+template <class I, Activation::Kind Kind>
+inline void activate_gated(const Activation& a, const float* gate, const float* up, float* out, std::int64_t n) {
+  const auto limit = I::broadcast(a.limit), minus_limit = I::broadcast(-a.limit);
+  const bool before = a.limit != 0.0f && !a.limit_after_act, after = a.limit != 0.0f && a.limit_after_act;
+  for (std::int64_t i = 0; i < n; i += kLanes) {
+    auto g = I::load(gate + i), u = I::load(up + i);
+    if (before) g = I::min(limit, g);
+    if (before || after) u = I::max(minus_limit, I::min(limit, u));
+    auto activated_gate = activated<I, Kind>(a, g);
+    if (after) activated_gate = I::min(limit, activated_gate);
+    if constexpr (Kind == Activation::Kind::swiglu_oai) u = I::add(u, I::broadcast(1.0f));
+    I::store(out + i, I::mul(activated_gate, softcap<I>(u, a.up_softcap)));
+  }
+}
+
+template <class I>
+inline void activate_relu(bool squared, const float* v, float* out, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; i += kLanes) {
+    const auto positive = I::max(I::broadcast(0.0f), I::load(v + i));
+    I::store(out + i, squared ? I::mul(positive, positive) : positive);
+  }
+}
+
+template <class I>
+void activate(const Activation& a, const float* gate, const float* up, float* out, std::int64_t n) {
+  using Kind = Activation::Kind;
+  switch (a.kind) {
+    case Kind::silu:
+      return activate_gated<I, Kind::silu>(a, gate, up, out, n);
+    case Kind::gelu_tanh:
+      return activate_gated<I, Kind::gelu_tanh>(a, gate, up, out, n);
+    case Kind::swiglu_oai:
+      return activate_gated<I, Kind::swiglu_oai>(a, gate, up, out, n);
+    case Kind::relu:
+      return activate_relu<I>(false, gate, out, n);
+    case Kind::relu2:
+      return activate_relu<I>(true, gate, out, n);
+  }
+}
+
+template <class I>
+void scale(float factor, float* v, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; i += kLanes) I::store(v + i, I::mul(I::broadcast(factor), I::load(v + i)));
 }
 
 // Applies `f` to n values in place, the last vector through a padded copy.

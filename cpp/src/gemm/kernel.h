@@ -35,9 +35,15 @@ struct Panel {
   float scale;  // 2^scale_exponent
 };
 
+// What stands between the two GEMMs; docs/reference/op.md has the formulas. Zero stands for "none".
 struct Activation {
-  enum class Kind { silu };
-  Kind kind = Kind::silu;
+  enum class Kind { silu, gelu_tanh, swiglu_oai, relu, relu2 };
+  Kind kind;
+  bool gated;
+  float alpha;
+  float limit;
+  bool limit_after_act;
+  float gate_softcap, up_softcap;
 };
 
 struct Kernel {
@@ -52,13 +58,15 @@ struct Kernel {
   // values[0 .. n) -> codes (zeros up to a multiple of group), scales, offsets.
   void (*quantize)(const float* values, std::int64_t n, int group, std::int8_t* codes, float* scales,
                    std::int32_t* offsets);
-  // out = act(gate, up), n a multiple of 16; out may be gate or up.
+  // out = act(gate, up), n a multiple of 16; out may be gate or up. up is not read unless the activation is gated.
   void (*activate)(const Activation& activation, const float* gate, const float* up, float* out, std::int64_t n);
   // logits[i] = x . weights[i * d], for i < experts.
   void (*router)(const float* x, const float* weights, std::int64_t d, int experts, float* logits);
   // v = exp(v - shift), v = 1 / (1 + exp(-v)): n values.
   void (*exp_minus)(float* v, int n, float shift);
   void (*sigmoid)(float* v, int n);
+  // v = v * factor, n a multiple of 16.
+  void (*scale)(float factor, float* v, std::int64_t n);
   // y = fma(weight, o, y), 16 values.
   void (*accumulate)(float weight, const float* o, float* y);
 };

@@ -33,6 +33,9 @@ struct Avx512Vnni {
   static Float min(Float a, Float b) { return _mm512_min_ps(a, b); }
   static Float max(Float a, Float b) { return _mm512_max_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+  static Float select_less(Float a, Float b, Float then, Float otherwise) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), otherwise, then);
+  }
   static Float negate(Float a) { return _mm512_xor_ps(a, _mm512_set1_ps(-0.0f)); }
   static Float rint(Float a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static Float pow2(Float n) {
@@ -40,9 +43,7 @@ struct Avx512Vnni {
     return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
   }
 
-  static Int absolute_bits(Float a) {
-    return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff));
-  }
+  static Int absolute_bits(Float a) { return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff)); }
   static Int max_int(Int a, Int b) { return _mm512_max_epi32(a, b); }
   static std::int32_t reduce_max(Int a) { return _mm512_reduce_max_epi32(a); }
   static Float to_float(Int a) { return _mm512_cvtepi32_ps(a); }

@@ -1,4 +1,5 @@
-// The reference: every operation of an instruction set in plain C++, 16 lanes at a time. All others are compared with it.
+// The reference: every operation of an instruction set in plain C++, 16 lanes at a time. All others are compared with
+// it.
 #include "gemm/instantiate.h"
 
 namespace moepack::gemm {
@@ -68,6 +69,9 @@ struct Scalar {
   static Float max(const Float& a, const Float& b) {
     return lanes([&](int l) { return a.v[l] > b.v[l] ? a.v[l] : b.v[l]; });
   }
+  static Float select_less(const Float& a, const Float& b, const Float& then, const Float& otherwise) {
+    return lanes([&](int l) { return a.v[l] < b.v[l] ? then.v[l] : otherwise.v[l]; });
+  }
   static Float negate(const Float& a) {
     return lanes([&](int l) { return -a.v[l]; });
   }
@@ -77,7 +81,8 @@ struct Scalar {
   // 2^n for whole n in [-126, 127]; anything for NaN.
   static Float pow2(const Float& n) {
     return lanes([&](int l) {
-      const std::uint32_t bits = n.v[l] == n.v[l] ? static_cast<std::uint32_t>(static_cast<int>(n.v[l]) + 127) << 23 : 0;
+      const std::uint32_t bits =
+          n.v[l] == n.v[l] ? static_cast<std::uint32_t>(static_cast<int>(n.v[l]) + 127) << 23 : 0;
       return from_bits(bits);
     });
   }

@@ -36,6 +36,10 @@ struct VectorAvx2 {
   static Float fma(Float a, Float b, Float c) {
     return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
   }
+  static Float select_less(Float a, Float b, Float then, Float otherwise) {
+    return {_mm256_blendv_ps(otherwise.lo, then.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)),
+            _mm256_blendv_ps(otherwise.hi, then.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ))};
+  }
   static Float negate(Float a) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     return {_mm256_xor_ps(a.lo, sign), _mm256_xor_ps(a.hi, sign)};
@@ -69,9 +73,7 @@ struct VectorAvx2 {
   static void prefetch(const std::uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
  protected:
-  static __m256i load_bytes(const std::uint8_t* p) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  }
+  static __m256i load_bytes(const std::uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static __m256i broadcast4(const std::int8_t* p) {
     std::int32_t four;
     __builtin_memcpy(&four, p, sizeof four);
