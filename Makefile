@@ -6,7 +6,8 @@ VENV ?= .venv
 JOBS ?= $(shell nproc)
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+QUIET ?= --quiet
+PIP := $(BIN)/pip install $(QUIET) --disable-pip-version-check
 SOURCES := $(shell find cpp -type f) CMakeLists.txt pyproject.toml python/moepack/__init__.py
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard cpp tests/cpp | grep -E '\.(cpp|h)$$')
 

@@ -7,6 +7,8 @@
 #include <executorch/runtime/kernel/operator_registry.h>
 #include <executorch/runtime/kernel/thread_parallel_interface.h>
 
+#include <cstring>
+
 #include "arguments.h"
 #include "isa_switch.h"
 
@@ -167,7 +169,8 @@ const bool registered = [] {
       executorch::runtime::Kernel("moepack::quantized_moe_ffn.out", kernel<true>),
       executorch::runtime::Kernel("moepack::quantized_experts.out", kernel<false>),
   };
-  if (executorch::runtime::registry_has_op_function(kernels[0].name_)) return true;
+  for (const executorch::runtime::Kernel& other : executorch::runtime::get_registered_kernels())
+    if (std::strcmp(other.name_, kernels[0].name_) == 0) return true;
   return executorch::runtime::register_kernels({kernels, 2}) == Error::Ok;
 }();
 
