@@ -3,6 +3,7 @@
 #
 # An ISA file exports its kernel alone. Anything else, a weak symbol above all, could be picked by the linker for code
 # that runs on every CPU. And nothing of the core allocates.
+cmake_minimum_required(VERSION 3.28)
 execute_process(COMMAND ${NM} -g -P -A ${ARCHIVE} OUTPUT_VARIABLE lines COMMAND_ERROR_IS_FATAL ANY)
 string(REPLACE ";" " " lines "${lines}")
 string(REPLACE "\n" ";" lines "${lines}")
