@@ -6,9 +6,9 @@
 namespace moepack {
 
 struct IsaInfo {
-  const char* name;       // "scalar", "avx2", ...
-  bool supported;         // by this CPU and operating system
-  bool chosen_by_default; // false: needs MOEPACK_ISA
+  const char* name;        // "scalar", "avx2", ...
+  bool supported;          // by this CPU and operating system
+  bool chosen_by_default;  // false: needs MOEPACK_ISA
 };
 
 int isa_count();

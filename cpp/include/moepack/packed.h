@@ -45,7 +45,7 @@ static_assert(offsetof(PackedHeader, row_order) == 28);
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 constexpr std::int64_t round_up(std::int64_t a, std::int64_t b) { return ceil_div(a, b) * b; }
 
-std::int64_t group_bytes(const Scheme& scheme);                   // cells + 16 fp16 scales
+std::int64_t group_bytes(const Scheme& scheme);  // cells + 16 fp16 scales
 std::int64_t panel_bytes(const Scheme& scheme, std::int64_t cols);
 std::int64_t panel_count(std::int64_t rows, RowOrder order);
 std::int64_t packed_bytes(const Scheme& scheme, std::int64_t rows, std::int64_t cols, RowOrder order);

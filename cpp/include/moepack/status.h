@@ -13,8 +13,7 @@ class [[nodiscard]] Status {
 #if defined(__GNUC__)
   [[gnu::format(printf, 1, 2)]]
 #endif
-  static Status
-  error(const char* format, ...) {
+  static Status error(const char* format, ...) {
     Status status;
     status.ok_ = false;
     va_list args;
