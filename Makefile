@@ -12,7 +12,7 @@ SOURCES := $(shell find cpp -type f) CMakeLists.txt pyproject.toml python/moepac
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard cpp tests/cpp | grep -E '\.(cpp|h)$$')
 
 .DEFAULT_GOAL := install
-.PHONY: install demo test test-all test-cpp test-python test-python-all lint format gtest clean
+.PHONY: install demo test test-all test-arm test-cpp test-python test-python-all lint format gtest clean
 
 install: $(VENV)/.installed
 
@@ -31,6 +31,14 @@ test-python-all: $(VENV)/.tools
 test-cpp: build/cpp/build.ninja
 	$(BIN)/cmake --build build/cpp --parallel $(JOBS) -- --quiet
 	$(BIN)/ctest --test-dir build/cpp --output-on-failure --no-tests=error --parallel $(JOBS)
+
+# Every NEON kernel against the scalar one, on an emulated CPU that has all extensions, dot products only, or neither.
+test-arm: $(VENV)/.build-tools
+	$(BIN)/cmake -S . -B build/arm -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) --log-level=WARNING \
+	  -DCMAKE_TOOLCHAIN_FILE=$(abspath cpp/cmake/aarch64-linux-gnu.cmake) -DCMAKE_EXE_LINKER_FLAGS=-static \
+	  -DCMAKE_COMPILE_WARNING_AS_ERROR=ON -DMOEPACK_BUILD_SELFTEST=ON
+	$(BIN)/cmake --build build/arm --parallel $(JOBS) -- --quiet
+	for cpu in max cortex-a76 cortex-a57; do qemu-aarch64-static -cpu $$cpu build/arm/cpp/selftest/moepack_selftest || exit; done
 
 # The bindings that need torch or Python are compiled in build/python, everything else in build/cpp.
 TIDY = xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy --quiet --extra-arg=-Wno-unknown-warning-option -p

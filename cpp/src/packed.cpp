@@ -125,6 +125,11 @@ Status check_fields(const PackedHeader& header, std::int64_t bytes) {
   if (!scheme_of(header))
     return Status::error("cell %u with group %u is no known scheme; supported: %s", header.cell, header.group,
                          scheme_names());
+  const auto* reserved = reinterpret_cast<const std::uint8_t*>(&header) + offsetof(PackedHeader, reserved16);
+  if (std::any_of(reserved, reserved + sizeof header - offsetof(PackedHeader, reserved16),
+                  [](auto b) { return b != 0; }))
+    return Status::error("the header's last %d bytes are not zero: the data is damaged",
+                         static_cast<int>(sizeof header - offsetof(PackedHeader, reserved16)));
   if (header.row_order > 1) return Status::error("row order %u; supported: 0 (plain), 1 (gate_up)", header.row_order);
   if (header.scale_exponent < -126 || header.scale_exponent > 127)
     return Status::error("scale exponent %d is outside -126..127", header.scale_exponent);

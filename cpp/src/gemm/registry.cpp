@@ -3,6 +3,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 #include <atomic>
@@ -18,6 +22,8 @@ extern const Kernel scalar_kernel;
 extern const Kernel avx2_kernel;
 extern const Kernel avxvnni_kernel;
 extern const Kernel avx512vnni_kernel;
+extern const Kernel neondot_kernel;
+extern const Kernel neoni8mm_kernel;
 
 namespace {
 
@@ -42,6 +48,23 @@ bool has_avxvnni() {
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
 #endif
 
+#if defined(__aarch64__) && defined(__linux__)
+// Bits of the kernel's ABI; older headers have no names for them.
+bool has_dotprod() { return getauxval(AT_HWCAP) >> 20 & 1; }
+bool has_i8mm() { return getauxval(AT_HWCAP2) >> 13 & 1; }
+#elif defined(__aarch64__) && defined(__APPLE__)
+bool has_feature(const char* name) {
+  int value = 0;
+  std::size_t size = sizeof value;
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+bool has_dotprod() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+bool has_i8mm() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
+#elif defined(__aarch64__)
+bool has_dotprod() { return false; }
+bool has_i8mm() { return false; }
+#endif
+
 const Entry kEntries[] = {
 #ifdef MOEPACK_HAVE_AVX512VNNI
     {&avx512vnni_kernel,
@@ -57,6 +80,12 @@ const Entry kEntries[] = {
 #endif
 #ifdef MOEPACK_HAVE_AVX2
     {&avx2_kernel, has_avx2, true},
+#endif
+#ifdef MOEPACK_HAVE_NEONI8MM
+    {&neoni8mm_kernel, [] { return has_dotprod() && has_i8mm(); }, true},
+#endif
+#ifdef MOEPACK_HAVE_NEONDOT
+    {&neondot_kernel, has_dotprod, true},
 #endif
     {&scalar_kernel, [] { return true; }, true},
 };

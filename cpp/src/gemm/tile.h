@@ -4,7 +4,7 @@
 //            acc = fma(inner, a_scale, acc);  result = acc * 2^exponent (+ bias)
 //
 // An instruction set `I` provides vectors of 16 lanes and the integer dot products; see isa/scalar.cpp for all of it in
-// plain C++.
+// plain C++. One that multiplies several rows at once brings whole blocks of its own (isa/neoni8mm.cpp).
 #pragma once
 
 #include "gemm/kernel.h"
@@ -17,6 +17,8 @@ struct Int4Cell {
 
   template <class I, int M>
   static inline void block(const std::uint8_t* cells, const std::int8_t* const* a, typename I::Int* sum) {
+    if constexpr (M > 1 && requires { I::template int4_block<M>(cells, a, sum); })
+      return I::template int4_block<M>(cells, a, sum);
     typename I::Partial partial[M];
     for (int i = 0; i < M; ++i) partial[i] = I::begin(sum[i]);
 #pragma GCC unroll 4
@@ -40,6 +42,8 @@ struct Int8Cell {
 
   template <class I, int M>
   static inline void block(const std::uint8_t* cells, const std::int8_t* const* a, typename I::Int* sum) {
+    if constexpr (M > 1 && requires { I::template int8_block<M>(cells, a, sum); })
+      return I::template int8_block<M>(cells, a, sum);
 #pragma GCC unroll 8
     for (int c = 0; c < 8; ++c) {
       const auto weights = I::bytes(cells + 64 * c);

@@ -1,0 +1,49 @@
+// The integer dot products of NEON with sdot (Armv8.2 dotprod), which adds four products of signed bytes to an int32.
+#pragma once
+
+#include "gemm/isa/vector_neon.h"
+
+namespace moepack::gemm {
+namespace {
+
+struct DotNeon : VectorNeon {
+  using Partial = Int;
+  struct Nibbles {
+    int8x16_t k0[4], k4[4];  // k = 0..3 and 4..7; register i holds columns 4i .. 4i+3
+  };
+  struct Bytes {
+    int8x16_t columns[4];
+  };
+
+  static Partial begin(const Int& sum) { return sum; }
+  static Int end(const Partial& partial, const Int&) { return partial; }
+
+  static Nibbles nibbles(const std::uint8_t* cell) {
+    Nibbles w;
+    for (int i = 0; i < 4; ++i) {
+      const uint8x16_t line = vld1q_u8(cell + 16 * i);
+      w.k0[i] = vreinterpretq_s8_u8(vandq_u8(line, vdupq_n_u8(15)));
+      w.k4[i] = vreinterpretq_s8_u8(vshrq_n_u8(line, 4));
+    }
+    return w;
+  }
+  static Bytes bytes(const std::uint8_t* cell) {
+    Bytes w;
+    for (int i = 0; i < 4; ++i) w.columns[i] = vreinterpretq_s8_u8(vld1q_u8(cell + 16 * i));
+    return w;
+  }
+
+  static void mac(Int& sum, const Nibbles& w, const std::int8_t* a) {
+    const int8x8_t x = vld1_s8(a);
+    for (int i = 0; i < 4; ++i) sum.v[i] = vdotq_lane_s32(vdotq_lane_s32(sum.v[i], w.k0[i], x, 0), w.k4[i], x, 1);
+  }
+  static void mac(Int& sum, const Bytes& w, const std::int8_t* a) {
+    std::int32_t four;
+    __builtin_memcpy(&four, a, sizeof four);
+    const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(four));
+    for (int i = 0; i < 4; ++i) sum.v[i] = vdotq_s32(sum.v[i], w.columns[i], x);
+  }
+};
+
+}  // namespace
+}  // namespace moepack::gemm

@@ -1,0 +1,103 @@
+// 16 lanes as four 128-bit registers: everything but the integer dot products.
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstdint>
+
+namespace moepack::gemm {
+namespace {
+
+struct VectorNeon {
+  struct Float {
+    float32x4_t v[4];
+  };
+  struct Int {
+    int32x4_t v[4];
+  };
+
+  template <class F>
+  static Float floats(F f) {
+    return {{f(0), f(1), f(2), f(3)}};
+  }
+  template <class F>
+  static Int ints(F f) {
+    return {{f(0), f(1), f(2), f(3)}};
+  }
+
+  static Float broadcast(float x) {
+    return floats([=](int) { return vdupq_n_f32(x); });
+  }
+  static Float load(const float* p) {
+    return floats([=](int i) { return vld1q_f32(p + 4 * i); });
+  }
+  static void store(float* p, const Float& a) {
+    for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, a.v[i]);
+  }
+  static Float load_half(const std::uint8_t* p) {
+    return floats([=](int i) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i))); });
+  }
+
+  static Float add(const Float& a, const Float& b) {
+    return floats([&](int i) { return vaddq_f32(a.v[i], b.v[i]); });
+  }
+  static Float sub(const Float& a, const Float& b) {
+    return floats([&](int i) { return vsubq_f32(a.v[i], b.v[i]); });
+  }
+  static Float mul(const Float& a, const Float& b) {
+    return floats([&](int i) { return vmulq_f32(a.v[i], b.v[i]); });
+  }
+  static Float div(const Float& a, const Float& b) {
+    return floats([&](int i) { return vdivq_f32(a.v[i], b.v[i]); });
+  }
+  static Float fma(const Float& a, const Float& b, const Float& c) {
+    return floats([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); });
+  }
+  // The second operand where one is NaN, unlike vminq and vmaxq.
+  static Float min(const Float& a, const Float& b) { return select_less(a, b, a, b); }
+  static Float max(const Float& a, const Float& b) { return select_less(b, a, a, b); }
+  static Float select_less(const Float& a, const Float& b, const Float& then, const Float& otherwise) {
+    return floats([&](int i) { return vbslq_f32(vcltq_f32(a.v[i], b.v[i]), then.v[i], otherwise.v[i]); });
+  }
+  static Float negate(const Float& a) {
+    return floats([&](int i) { return vnegq_f32(a.v[i]); });
+  }
+  static Float rint(const Float& a) {
+    return floats([&](int i) { return vrndnq_f32(a.v[i]); });
+  }
+  static Float pow2(const Float& n) {
+    return floats([&](int i) {
+      const int32x4_t biased = vaddq_s32(vcvtnq_s32_f32(n.v[i]), vdupq_n_s32(127));
+      return vreinterpretq_f32_s32(vshlq_n_s32(biased, 23));
+    });
+  }
+
+  static Int absolute_bits(const Float& a) {
+    return ints([&](int i) { return vreinterpretq_s32_f32(vabsq_f32(a.v[i])); });
+  }
+  static Int max_int(const Int& a, const Int& b) {
+    return ints([&](int i) { return vmaxq_s32(a.v[i], b.v[i]); });
+  }
+  static std::int32_t reduce_max(const Int& a) {
+    return vmaxvq_s32(vmaxq_s32(vmaxq_s32(a.v[0], a.v[1]), vmaxq_s32(a.v[2], a.v[3])));
+  }
+  static Float to_float(const Int& a) {
+    return floats([&](int i) { return vcvtq_f32_s32(a.v[i]); });
+  }
+  static void store_codes(std::int8_t* p, const Float& a) {
+    const auto narrow = [&](int i) {
+      return vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(a.v[i])), vqmovn_s32(vcvtnq_s32_f32(a.v[i + 1])));
+    };
+    vst1q_s8(p, vcombine_s8(vqmovn_s16(narrow(0)), vqmovn_s16(narrow(2))));
+  }
+
+  static Int broadcast_int(std::int32_t x) {
+    return ints([=](int) { return vdupq_n_s32(x); });
+  }
+  // Codes are signed bytes here: nothing to cancel.
+  static Int start_int8(std::int32_t) { return broadcast_int(0); }
+  static void prefetch(const std::uint8_t* p) { __builtin_prefetch(p); }
+};
+
+}  // namespace
+}  // namespace moepack::gemm
