@@ -9,8 +9,10 @@
 // Same source, same order of operations, wider registers where the CPU has them: the bytes stay the same.
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__linux__)
 #define MOEPACK_CLONES [[gnu::target_clones("avx2", "default")]]
+#define MOEPACK_INLINE [[gnu::always_inline]] inline
 #else
 #define MOEPACK_CLONES
+#define MOEPACK_INLINE inline
 #endif
 
 namespace moepack {
@@ -21,60 +23,75 @@ constexpr int kMaxGroup = 128;
 constexpr int kPartials = 8;
 
 // Adding and subtracting 1.5 * 2^23 rounds half to even, for |x| < 2^22, without a call to rint.
-inline float round_even(float x) { return (x + 12582912.0f) - 12582912.0f; }
+MOEPACK_INLINE float round_even(float x) { return (x + 12582912.0f) - 12582912.0f; }
+
+struct CodeRange {
+  float min, max;
+  MOEPACK_INLINE float code(float w, float inverse) const {
+    return std::min(std::max(round_even(w * inverse), min), max);
+  }
+};
 
 // Squared error of the group under one scale.
-MOEPACK_CLONES float squared_error(const float* w, int group, float scale, float code_min, float code_max) {
-  const float inverse = 1.0f / scale;
+MOEPACK_INLINE float squared_error(const float* w, int group, float scale, float inverse, CodeRange range) {
   float t[kPartials] = {};
   for (int i = 0; i < group; i += kPartials)
     for (int l = 0; l < kPartials; ++l) {
-      const float code = std::min(std::max(round_even(w[i + l] * inverse), code_min), code_max);
-      const float d = w[i + l] - code * scale;
+      const float d = w[i + l] - range.code(w[i + l], inverse) * scale;
       t[l] += d * d;
     }
-  return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
+  float u[4];
+  for (int l = 0; l < 4; ++l) u[l] = t[l] + t[l + 4];
+  return (u[0] + u[2]) + (u[1] + u[3]);
 }
 
-// The divisors of packed-format.md: around the largest code, from no clipping at all to clipping the extremes.
-float divisor(const Scheme& scheme, int j) {
-  return scheme.cell == Cell::int4 ? 5.0f + 0.25f * static_cast<float>(j) : 124.0f + 0.5f * static_cast<float>(j);
+// The positive candidates of a group whose largest |w| is m: m / divisor, rounded to fp16 but kept in fp32. The
+// divisors of packed-format.md lie around the largest code, from no clipping at all to clipping the extremes.
+MOEPACK_INLINE void positive_candidates(Cell cell, float m, float* scales) {
+  const float first = cell == Cell::int4 ? 5.0f : 124.0f, step = cell == Cell::int4 ? 0.25f : 0.5f;
+  for (int j = 0; j < kCandidates; ++j) {
+    const float exact = m / (first + step * static_cast<float>(j));
+    const std::uint32_t bits = bits_of(exact);
+    const float normal = float_from_bits((bits + 0xfffu + (bits >> 13 & 1)) & ~0x1fffu);
+    const float subnormal = (exact + 0.5f) - 0.5f;  // a float near 0.5 has the step of fp16's subnormals
+    scales[j] = exact < 0x1p-14f ? subnormal : normal;
+  }
 }
 
-// The fp16 bits of the best scale of a group, 0 for a group without any.
-std::uint16_t best_scale(const Scheme& scheme, const float* w) {
+// The best scale of a group, an fp16 number; 0 for a group without any.
+MOEPACK_INLINE float best_scale(Cell cell, int group, CodeRange range, const float* w) {
   float m = 0.0f;
-  for (int i = 0; i < scheme.group; ++i) m = std::max(m, std::fabs(w[i]));
-  if (m == 0.0f) return 0;
-  const float code_min = static_cast<float>(scheme.code_min), code_max = static_cast<float>(scheme.code_max);
-  const int signs = scheme.code_min == -scheme.code_max ? 1 : 2;
-  std::uint16_t best = 0;
-  float best_error = INFINITY;
-  for (int j = 0; j < kCandidates; ++j)
-    for (int s = 0; s < signs; ++s) {
-      const std::uint16_t bits = half_from_float(m / divisor(scheme, j)) | static_cast<std::uint16_t>(s << 15);
-      if ((bits & 0x7fff) == 0) continue;
-      const float error = squared_error(w, scheme.group, float_from_half(bits), code_min, code_max);
-      if (error < best_error) {
-        best_error = error;
-        best = bits;
-      }
-    }
-  return best;
+  for (int i = 0; i < group; ++i) m = std::max(m, std::fabs(w[i]));
+  if (m == 0.0f) return 0.0f;
+  float positive[kCandidates];
+  positive_candidates(cell, m, positive);
+  // All errors first, then the smallest: which candidate wins is not predictable, so no branch may depend on it.
+  float scales[2 * kCandidates], errors[2 * kCandidates];
+  int count = 0;
+  for (const float scale : positive) {
+    if (scale == 0.0f) continue;
+    const float inverse = 1.0f / scale;
+    scales[count] = scale;
+    errors[count++] = squared_error(w, group, scale, inverse, range);
+    // The two signs differ only where the largest code is out of reach on one side.
+    if (cell != Cell::int4 || round_even(m * inverse) <= range.max) continue;
+    scales[count] = -scale;
+    errors[count++] = squared_error(w, group, -scale, -inverse, range);
+  }
+  return count == 0 ? 0.0f : scales[std::min_element(errors, errors + count) - errors];
 }
 
-void quantize_row(const Scheme& scheme, const float* weights, std::int64_t cols, float shrink, std::int8_t* codes,
-                  std::uint16_t* scales) {
-  const float code_min = static_cast<float>(scheme.code_min), code_max = static_cast<float>(scheme.code_max);
+MOEPACK_CLONES void quantize_row(const Scheme& scheme, const float* weights, std::int64_t cols, float shrink,
+                                 std::int8_t* codes, std::uint16_t* scales) {
+  const CodeRange range{static_cast<float>(scheme.code_min), static_cast<float>(scheme.code_max)};
   for (std::int64_t begin = 0; begin < cols; begin += scheme.group) {
     const int length = static_cast<int>(std::min<std::int64_t>(scheme.group, cols - begin));
     float w[kMaxGroup] = {};
     for (int i = 0; i < length; ++i) w[i] = weights[begin + i] * shrink;
-    const std::uint16_t bits = best_scale(scheme, w);
-    *scales++ = bits;
-    const float inverse = bits ? 1.0f / float_from_half(bits) : 0.0f;
-    for (int i = 0; i < length; ++i)
-      codes[begin + i] = static_cast<std::int8_t>(std::min(std::max(round_even(w[i] * inverse), code_min), code_max));
+    const float scale = best_scale(scheme.cell, scheme.group, range, w);
+    *scales++ = half_from_float(scale);
+    const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
+    for (int i = 0; i < length; ++i) codes[begin + i] = static_cast<std::int8_t>(range.code(w[i], inverse));
   }
 }
 
