@@ -204,7 +204,7 @@ inline Status check_tensors(Call& call) {
   check(call.packed_w13, Element::uint8, {E, {"bytes"}});
   E.size = call.packed_w13.sizes[0];
   check(call.packed_w2, Element::uint8, {E, {"bytes"}});
-  check(call.bias13, f32, {E, {"2F"}});
+  check(call.bias13, f32, {E, {"rows of w13"}});
   check(call.bias2, f32, {E, D});
   call.shape = {T.size, D.size, call.hidden_dim, E.size, K.size};
   return status;
