@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moepack import _core
+from moepack import _core, huge_pages
 from moepack.errors import PackedFormatError
 from moepack.quantizer import QuantizedMatrix
 from moepack.schemes import Scheme, scheme
@@ -47,8 +47,13 @@ def pack(matrix: QuantizedMatrix, row_order: RowOrder = "plain") -> Tensor:
     `row_order="gate_up"`: the rows are [gate; up], an even number. Raises PackedFormatError on
     codes outside the scheme's range and on shapes that do not fit each other.
     """
-    rows, cols = matrix.codes.shape
-    blob = torch.empty(packed_bytes(matrix.scheme, rows, cols, row_order), dtype=torch.uint8)
+    size = packed_bytes(matrix.scheme, *matrix.codes.shape, row_order)
+    blob = torch.empty(size, dtype=torch.uint8)
+    _pack_into(matrix, row_order, blob)
+    return blob
+
+
+def _pack_into(matrix: QuantizedMatrix, row_order: RowOrder, blob: Tensor) -> None:
     try:
         _core.pack(
             matrix.scheme.name,
@@ -60,29 +65,44 @@ def pack(matrix: QuantizedMatrix, row_order: RowOrder = "plain") -> Tensor:
         )
     except ValueError as error:
         raise PackedFormatError(str(error)) from None
-    return blob
 
 
-def pack_experts(matrices: Iterable[QuantizedMatrix], row_order: RowOrder = "plain") -> Tensor:
+def pack_experts(
+    matrices: Iterable[QuantizedMatrix],
+    row_order: RowOrder = "plain",
+    num_experts: int | None = None,
+) -> Tensor:
     """The same matrix of every expert, packed and stacked: uint8 [E, bytes].
 
-    The matrices are taken one by one. Raises PackedFormatError unless all have one scheme and one
+    The matrices are taken one by one; with `num_experts` given, each goes straight to its place, on
+    huge pages where there are any. Raises PackedFormatError unless all have one scheme and one
     shape.
     """
-    blobs: list[Tensor] = []
+    if num_experts is None:
+        matrices = list(matrices)
+        num_experts = len(matrices)
+    stacked: Tensor | None = None
     first: tuple[str, list[int]] | None = None
+    count = 0
     for matrix in matrices:
         found = (matrix.scheme.name, list(matrix.codes.shape))
         first = first or found
         if found != first:
             raise PackedFormatError(
-                f"expert {len(blobs)} is {found[0]} {found[1]}, expert 0 is {first[0]} {first[1]}: "
+                f"expert {count} is {found[0]} {found[1]}, expert 0 is {first[0]} {first[1]}: "
                 "all experts of a layer need one scheme and one shape"
             )
-        blobs.append(pack(matrix, row_order))
-    if not blobs:
+        if stacked is None:
+            size = packed_bytes(matrix.scheme, *matrix.codes.shape, row_order)
+            stacked = huge_pages.empty(num_experts, size)
+        if count < num_experts:
+            _pack_into(matrix, row_order, stacked[count])
+        count += 1
+    if stacked is None:
         raise PackedFormatError("no experts to pack")
-    return torch.stack(blobs)
+    if count != num_experts:
+        raise PackedFormatError(f"got {count} experts, expected {num_experts}")
+    return stacked
 
 
 def unpack(blob: Tensor) -> QuantizedMatrix:

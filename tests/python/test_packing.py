@@ -173,6 +173,15 @@ def test_experts_are_stacked() -> None:
         assert torch.equal(row, packing.pack(expert, "gate_up"))
 
 
+def test_experts_go_to_their_place_one_by_one() -> None:
+    experts = [matrix("int4-g32", 20, 40, seed) for seed in range(3)]
+    placed = packing.pack_experts(iter(experts), "gate_up", num_experts=3)
+    assert torch.equal(placed, packing.pack_experts(experts, "gate_up"))
+    for wrong in (2, 4):
+        with pytest.raises(PackedFormatError, match=f"got 3 experts, expected {wrong}"):
+            packing.pack_experts(iter(experts), num_experts=wrong)
+
+
 def test_experts_of_different_shapes_are_refused() -> None:
     experts = [matrix("int4-g32", 20, 40, 0), matrix("int4-g32", 20, 41, 0)]
     with pytest.raises(PackedFormatError, match=r"expert 1 is int4-g32 \[20, 41\]"):
