@@ -22,7 +22,6 @@ from moepack.planner import BlockPlan, Plan
 from moepack.runtime import GenerationStats
 from moepack.transform import Report
 
-
 _WIDTH = 140
 
 
@@ -211,11 +210,8 @@ def _(value: Sample) -> RenderableType:
 @renderable.register
 def _(value: DemoResult) -> RenderableType:
     base = value.perplexity["float"]
-    title = (
-        f"Perplexity per token on held-out text ({base.tokens} tokens, windows of {base.window}, "
-        f"stride {base.stride})"
-    )
-    quality = _table(title, ["model", "perplexity", "of float"], right=[1, 2])
+    text = f"{base.tokens} held-out tokens, windows of {base.window}, stride {base.stride}"
+    quality = _table("Perplexity per token", ["model", "perplexity", "of float"], right=[1, 2])
     for name, found in value.perplexity.items():
         quality.add_row(name, f"{found.value:.4f}", f"{found.value / base.value:.4f}")
     speed = _table("Tokens per second of model.pte", ["", "tokens/s"], right=[1])
@@ -225,7 +221,7 @@ def _(value: DemoResult) -> RenderableType:
     for check in value.checks:
         mark = Text("ok", style="green") if check.passed else Text("wrong", style="red")
         checks.add_row(check.name, mark, check.found)
-    return Group(speed, quality, checks, Text(f"{value.seconds:.0f} seconds in all"))
+    return Group(speed, quality, Text(text), checks, Text(f"{value.seconds:.0f} seconds in all"))
 
 
 def console(*, stderr: bool = False) -> Console:

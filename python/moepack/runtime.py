@@ -37,11 +37,10 @@ class Program:
         self.manifest = manifest
         self._program = program
         self._forward = _method(program, "forward", file.path)
-        self.max_seq_len = int(self._constant("get_max_seq_len"))
-        self.vocab_size = int(self._constant("get_vocab_size"))
-        self.eos_ids = frozenset(int(i) for i in self._constants("get_eos_ids"))
-        shape = program.metadata("forward").output_tensor_meta(0).sizes()
-        self.all_logits = shape[1] != 1
+        (self.max_seq_len,) = self._constants("get_max_seq_len")
+        (self.vocab_size,) = self._constants("get_vocab_size")
+        self.eos_ids = frozenset(self._constants("get_eos_ids"))
+        self.all_logits = _logit_rows(program, file.path) != 1
 
     @classmethod
     def load(cls, path: str | Path, *, threads: int | None = None, verify: bool = False) -> Program:
@@ -92,20 +91,20 @@ class Program:
         positions = torch.arange(position, position + count)
         try:
             result: Tensor = self._forward.execute((tokens, positions))[0]
-        except RuntimeError as error:
+            return result[0]
+        except (RuntimeError, IndexError) as error:
             raise MoePackError(f"{self.file.path}: {error}") from error
-        return result[0]
 
-    def _constant(self, name: str) -> Any:
-        return self._constants(name)[0]
-
-    def _constants(self, name: str) -> Sequence[Any]:
+    def _constants(self, name: str) -> list[int]:
         if name not in self._program.method_names:
             raise MoePackError(
                 f"{self.file.path}: no method {name}; moepack runs programs that it exported"
             )
-        values: Sequence[Any] = _method(self._program, name, self.file.path).execute(())
-        return values
+        method = _method(self._program, name, self.file.path)
+        try:
+            return [int(value) for value in method.execute(())]
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise MoePackError(f"{self.file.path}: method {name!r} is damaged: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -273,12 +272,22 @@ def _method(program: Any, name: str, path: Path) -> Any:
         raise MoePackError(f"{path}: method {name!r} cannot be loaded: {error}") from error
 
 
+def _logit_rows(program: Any, path: Path) -> int:
+    try:
+        return int(program.metadata("forward").output_tensor_meta(0).sizes()[1])
+    except (RuntimeError, IndexError) as error:
+        raise MoePackError(
+            f"{path}: method 'forward' gives no logits [1, T, V]: {error}"
+        ) from error
+
+
 def _check_files(directory: Path, file: ProgramFile, manifest: Manifest, verify: bool) -> None:
     check = content_differences if verify else size_differences
     differences = check(directory, manifest.files)
-    if not differences and file.path.name in manifest.files:
-        if file.structure_digest() != manifest.program_structure_sha256:
-            differences = [f"{file.path.name}: the program was damaged or replaced"]
+    is_listed = file.path.name in manifest.files
+    if not differences and is_listed:
+        same = file.structure_digest() == manifest.program_structure_sha256
+        differences = [] if same else [f"{file.path.name}: the program was damaged or replaced"]
     if differences:
         raise MoePackError(f"{directory}: {'; '.join(differences)}; export or copy it again")
 
