@@ -8,12 +8,14 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "arguments.h"
 #include "moepack/isa.h"
+#include "moepack/limits.h"
 #include "moepack/packed.h"
 #include "moepack/quantize.h"
 #include "moepack/scheme.h"
@@ -180,6 +182,37 @@ std::string active_isa() {
 
 void force_isa(const std::optional<std::string>& name) { require(moepack::force_isa(name ? name->c_str() : nullptr)); }
 
+// One thread per worker, started for the call: what is measured takes much longer.
+moepack::ParallelFor started_threads(int count) {
+  require(count >= 1, "threads: expected at least 1");
+  if (count == 1) return moepack::serial();
+  return {count,
+          [](void*, int tasks, void (*body)(void*, int), void* argument) {
+            std::vector<std::thread> workers;
+            for (int i = 1; i < tasks; ++i) workers.emplace_back(body, argument, i);
+            body(argument, 0);
+            for (std::thread& worker : workers) worker.join();
+          },
+          nullptr};
+}
+
+std::uint64_t read_memory(const Bytes& bytes, int threads) {
+  const moepack::ParallelFor parallel = started_threads(threads);
+  const py::gil_scoped_release release;
+  return moepack::read_memory(bytes.data(), bytes.size(), parallel);
+}
+
+std::int64_t int4_peak(std::int64_t rounds) {
+  std::int64_t macs = 0;
+  Status status;
+  {
+    const py::gil_scoped_release release;
+    status = moepack::int4_peak(rounds, macs);
+  }
+  require(status);
+  return macs;
+}
+
 // A call as Meta kernels see it: a tensor is None or (dtype, sizes), a size that is not fixed is -1.
 class TracedStack {
  public:
@@ -243,6 +276,10 @@ PYBIND11_MODULE(_core, m) {
   m.def("isa_table", isa_table, "Instruction sets, best first: name, supported here, chosen by default.");
   m.def("active_isa", active_isa);
   m.def("force_isa", force_isa, py::arg("name").none(true));
+  m.def("read_memory", read_memory, py::arg("bytes").noconvert(), py::arg("threads"),
+        "Reads all bytes once, as the kernels read weights; the caller takes the time.");
+  m.def("int4_peak", int4_peak, py::arg("rounds"),
+        "Runs the integer part of an int4 tile in L1; returns its multiply-accumulates.");
   m.def("check_quantized_moe_ffn", check_call<true>,
         "The checks of the operator's CPU kernel. Arguments as in its schema, tensors as None or (dtype, sizes).");
   m.def("check_quantized_experts", check_call<false>);

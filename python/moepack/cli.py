@@ -178,6 +178,35 @@ def evaluate(
 
 
 @app.command()
+def bench(
+    shape: Annotated[str, typer.Option(help="A known shape, or D,F,E,K.")] = "qwen3-30b-a3b",
+    tokens: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,4,16,128,512",
+    scheme: SchemeName = "int4-g32",
+    threads: Threads = None,
+    isa: Annotated[str | None, typer.Option(help="Instruction set; default: the best.")] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds of the interleaved run.")] = 15,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw a roofline chart there.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the operator next to the limits of this machine."""
+    from moepack import bench as measure
+
+    counts = measure.parse_tokens(tokens)
+    with _steps() as steps:
+        steps.begin("Measuring")
+        result = measure.bench(
+            measure.parse_shape(shape), counts, scheme, threads, isa, rounds, steps.advance
+        )
+    if plot is not None:
+        from moepack.bench.chart import save
+
+        save(result, plot)
+    _print(result, as_json)
+
+
+@app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help=".pte, exported directory, blob or safetensors.")],
     verify: Verify = False,

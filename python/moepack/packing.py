@@ -47,10 +47,15 @@ def pack(matrix: QuantizedMatrix, row_order: RowOrder = "plain") -> Tensor:
     `row_order="gate_up"`: the rows are [gate; up], an even number. Raises PackedFormatError on
     codes outside the scheme's range and on shapes that do not fit each other.
     """
-    size = packed_bytes(matrix.scheme, *matrix.codes.shape, row_order)
+    size = _size(matrix, row_order)
     blob = torch.empty(size, dtype=torch.uint8)
     _pack_into(matrix, row_order, blob)
     return blob
+
+
+def _size(matrix: QuantizedMatrix, row_order: RowOrder) -> int:
+    rows, cols = matrix.codes.shape
+    return packed_bytes(matrix.scheme, rows, cols, row_order)
 
 
 def _pack_into(matrix: QuantizedMatrix, row_order: RowOrder, blob: Tensor) -> None:
@@ -93,8 +98,7 @@ def pack_experts(
                 "all experts of a layer need one scheme and one shape"
             )
         if stacked is None:
-            size = packed_bytes(matrix.scheme, *matrix.codes.shape, row_order)
-            stacked = huge_pages.empty(num_experts, size)
+            stacked = huge_pages.empty(num_experts, _size(matrix, row_order))
         if count < num_experts:
             _pack_into(matrix, row_order, stacked[count])
         count += 1

@@ -9,8 +9,8 @@ namespace moepack::gemm {
 
 template <class I>
 constexpr Kernel instantiate(const char* name) {
-  return {name,      gemm<I, Int4Cell>, gemm<I, Int8Cell>, quantize<I>, activate<I>,
-          router<I>, exp_minus<I>,      sigmoid<I>,        scale<I>,    accumulate<I>};
+  return {name,         gemm<I, Int4Cell>, gemm<I, Int8Cell>, quantize<I>,   activate<I>, router<I>,
+          exp_minus<I>, sigmoid<I>,        scale<I>,          accumulate<I>, int4_peak<I>};
 }
 
 }  // namespace moepack::gemm

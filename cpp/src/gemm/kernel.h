@@ -69,6 +69,8 @@ struct Kernel {
   void (*scale)(float factor, float* v, std::int64_t n);
   // y = fma(weight, o, y), 16 values.
   void (*accumulate)(float weight, const float* o, float* y);
+  // The integer part of an int4 tile over 32 k in L1, `rounds` times; returns its multiply-accumulates.
+  std::int64_t (*int4_peak)(std::int64_t rounds);
 };
 
 }  // namespace moepack::gemm

@@ -136,4 +136,29 @@ void gemm(const Panel& panel, const Rows& rows, const std::int32_t* index, int c
   return gemm_blocks<I, Cell, 4>(panel, rows, index, count, bias, out, out_stride);
 }
 
+template <class I>
+std::int64_t int4_peak(std::int64_t rounds) {
+  constexpr int M = I::tile_rows;
+  std::uint8_t cells[256];
+  std::int8_t codes[M][32];
+  const std::int8_t* a[M];
+  for (int i = 0; i < 256; ++i) cells[i] = static_cast<std::uint8_t>(37 * i);
+  for (int r = 0; r < M; ++r) {
+    a[r] = codes[r];
+    for (int k = 0; k < 32; ++k) codes[r][k] = static_cast<std::int8_t>(31 * r + 7 * k);
+  }
+  typename I::Float total = I::broadcast(0.0f);
+  for (std::int64_t round = 0; round < rounds; ++round) {
+    asm volatile("" ::: "memory");  // the data may have changed: nothing is hoisted out of the loop
+    typename I::Int sum[M];
+    for (int i = 0; i < M; ++i) sum[i] = Int4Cell::start<I>(0);
+    Int4Cell::block<I, M>(cells, a, sum);
+    for (int i = 0; i < M; ++i) total = I::add(total, I::to_float(sum[i]));
+  }
+  float out[kLanes];
+  I::store(out, total);
+  asm volatile("" ::"r"(out) : "memory");
+  return rounds * M * kLanes * 32;
+}
+
 }  // namespace moepack::gemm

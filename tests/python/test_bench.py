@@ -1,0 +1,75 @@
+from pathlib import Path
+
+import pytest
+
+from moepack import bench
+from moepack.errors import UnsupportedError, VerificationError
+
+SHAPE = (64, 48, 4, 2)
+
+
+@pytest.fixture(autouse=True)
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_READ_BYTES", 4 << 20)
+    monkeypatch.setattr(bench, "_MIN_LAYER_BYTES", 1 << 20)
+
+
+def test_a_run_reports_what_it_measured() -> None:
+    done: list[float] = []
+    result = bench.bench(SHAPE, (1, 5), "int8-g64", threads=1, rounds=2, progress=done.append)
+    assert done == [0.5, 1.0]
+    assert result.shape == SHAPE
+    assert result.scheme == "int8-g64"
+    assert result.threads == 1
+    one, five = result.rows
+    assert (one.tokens, five.tokens) == (1, 5)
+    macs = 3 * 2 * 64 * 48
+    assert one.gmac_per_s == pytest.approx(macs / one.ms / 1e6)
+    assert five.gmac_per_s == pytest.approx(5 * macs / five.ms / 1e6)
+    limit = max(
+        1e3 * macs / one.macs_per_byte / result.limits.read_huge_gb_per_s / 1e9,
+        1e3 * macs / result.limits.int4_gmac_per_s / 1e9,
+    )
+    assert one.fraction_of_limit == pytest.approx(limit / one.ms)
+    assert result.to_json()["rows"][0]["fraction_of_limit"] == one.fraction_of_limit
+
+
+def test_an_instruction_set_can_be_asked_for() -> None:
+    assert bench.bench(SHAPE, (1,), isa="scalar", rounds=1).isa == "scalar"
+    with pytest.raises(UnsupportedError, match="this CPU runs"):
+        bench.bench(SHAPE, (1,), isa="neon64", rounds=1)
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = bench._Layers.call
+    count = 0
+
+    def wrong(self: bench._Layers, *inputs: object) -> object:
+        nonlocal count
+        count += 1
+        return call(self, *inputs) + count  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bench._Layers, "call", wrong)
+    with pytest.raises(VerificationError, match="differs from the scalar kernel"):
+        bench.bench(SHAPE, (1,), rounds=1)
+
+
+@pytest.mark.parametrize("text", ["", "1,2", "a,b,c,d", "64,48,2,4", "0,1,1,1", "huge"])
+def test_shapes_that_are_none(text: str) -> None:
+    with pytest.raises(UnsupportedError, match="shape"):
+        bench.parse_shape(text)
+
+
+def test_shapes_and_tokens() -> None:
+    assert bench.parse_shape("qwen3-30b-a3b") == (2048, 768, 128, 8)
+    assert bench.parse_shape("64,48,4,2") == SHAPE
+    assert bench.parse_tokens("1,16") == (1, 16)
+    with pytest.raises(UnsupportedError, match="tokens"):
+        bench.parse_tokens("1,-2")
+
+
+def test_the_chart_is_written(tmp_path: Path) -> None:
+    from moepack.bench import chart
+
+    chart.save(bench.bench(SHAPE, (1, 4), rounds=1), tmp_path / "roof.png")
+    assert (tmp_path / "roof.png").read_bytes().startswith(b"\x89PNG")
