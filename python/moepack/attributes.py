@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+UNGATED = ("relu", "relu2")
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,19 @@ class ExpertAttributes:
     up_softcap: float = 0.0
     limit_after_act: bool = False
     weight_on_input: bool = False
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation not in UNGATED
+
+    @property
+    def rows13(self) -> int:
+        """Rows of w13: gate and up, or up alone."""
+        return 2 * self.hidden_dim if self.is_gated else self.hidden_dim
+
+    @property
+    def row_order13(self) -> Literal["plain", "gate_up"]:
+        return "gate_up" if self.is_gated else "plain"
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from moepack import packing
 from moepack.attributes import ExpertAttributes, RoutingAttributes
 from moepack.errors import NoMoEBlock
-from moepack.modules import PackedExperts, QuantizedMoEFFN, combine
+from moepack.expert_calls import ExpertView
+from moepack.modules import PackedExperts, QuantizedMoEFFN, RoutedExperts, combine
 from moepack.reference import float_mode
 
 
 class MoEExperts(nn.Module):
-    """w13 [E, 2F, D] rows [gate; up], w2 [E, D, F]; silu(gate) * up. Not made for speed."""
+    """w13 [E, 2F, D] rows [gate; up] (without a gate [E, F, D]), w2 [E, D, F]. Not made for speed.
+
+    `attributes` say what is computed between the two.
+    """
 
     def __init__(
-        self, w13: Tensor, w2: Tensor, bias13: Tensor | None, bias2: Tensor | None
+        self,
+        w13: Tensor,
+        w2: Tensor,
+        bias13: Tensor | None,
+        bias2: Tensor | None,
+        attributes: ExpertAttributes,
     ) -> None:
         super().__init__()
+        self.attributes = attributes
         self.w13 = nn.Parameter(w13)
         self.w2 = nn.Parameter(w2)
         self.bias13 = None if bias13 is None else nn.Parameter(bias13.to(w13.dtype))
@@ -33,8 +45,7 @@ class MoEExperts(nn.Module):
             bias13=lambda e: None if self.bias13 is None else self.bias13[e],
             bias2=lambda e: None if self.bias2 is None else self.bias2[e],
         )
-        attributes = ExpertAttributes(self.w2.shape[2], scheme="")
-        return float_mode.experts(x, ids, weights, reader, attributes)
+        return float_mode.experts(x, ids, weights, reader, self.attributes)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -57,9 +68,10 @@ class MoEFFN(MoEExperts):
         w2: Tensor,
         bias13: Tensor | None,
         bias2: Tensor | None,
+        attributes: ExpertAttributes,
         routing: RoutingAttributes,
     ) -> None:
-        super().__init__(w13, w2, bias13, bias2)
+        super().__init__(w13, w2, bias13, bias2, attributes)
         self.routing = routing
         self.register_buffer("gate_weight", gate_weight)
         self.register_buffer("gate_bias", gate_bias)
@@ -76,15 +88,30 @@ class MoEFFN(MoEExperts):
             if name is not None:
                 self.add_module(name, packed.get_submodule(name))
 
+    def routed(self, x: Tensor, router_x: Tensor) -> Tensor:
+        """Both [T, D] -> [T, D]: routing and experts."""
+        routing = float_mode.route(
+            router_x.float(), self.gate_weight, self.gate_bias, self.expert_bias, self.routing
+        )
+        return self.experts(x, routing.ids, routing.weights)
+
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        routing = float_mode.route(
-            x.to(torch.float32), self.gate_weight, self.gate_bias, self.expert_bias, self.routing
-        )
         shared = self.get_submodule(self.shared_name) if self.shared_name else None
         gate = self.get_submodule(self.shared_gate_name) if self.shared_gate_name else None
-        y = combine(x, self.experts(x, routing.ids, routing.weights), shared, gate)
+        y = combine(x, self.routed(x, x), shared, gate)
         return y if self.returns == "flat" else y.view(hidden_states.shape)
+
+
+class MoERoutedExperts(MoEFFN):
+    """In a block that keeps its own code: called with the router's input in the place of ids."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: None = None
+    ) -> Tensor:
+        dim = hidden_states.shape[-1]
+        y = self.routed(hidden_states.reshape(-1, dim), top_k_index.reshape(-1, dim))
+        return y.view(hidden_states.shape)
 
 
 def dequantize_(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -108,6 +135,9 @@ def dequantize_(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
             return built[id(module)]
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, built[id(module)])
+    for view in model.modules():
+        if isinstance(view, ExpertView):
+            view.look_at(built[id(view.packed)])
     return model
 
 
@@ -116,9 +146,16 @@ def _in_float(module: PackedExperts, dtype: torch.dtype) -> nn.Module:
         return torch.stack([packing.unpack(blob).dequantize().to(dtype) for blob in packed])
 
     new: nn.Module
-    tensors = (matrices(module.packed_w13), matrices(module.packed_w2), module.bias13, module.bias2)
+    tensors = (
+        matrices(module.packed_w13),
+        matrices(module.packed_w2),
+        module.bias13,
+        module.bias2,
+        replace(module.attributes, scheme=""),
+    )
     if isinstance(module, QuantizedMoEFFN):
-        new = MoEFFN(
+        kind = MoERoutedExperts if isinstance(module, RoutedExperts) else MoEFFN
+        new = kind(
             module.gate_weight, module.gate_bias, module.expert_bias, *tensors, module.routing
         )
         new.take_shared(module)

@@ -20,8 +20,8 @@ from moepack.schemes import scheme
 class PackedExperts(nn.Module):
     """Buffers of one layer's packed experts: E experts of width D and inner size F (`hidden_dim`).
 
-    packed_w13 [E, bytes] and packed_w2 [E, bytes] uint8, bias13 [E, 2F] and bias2 [E, D] fp32 or
-    None.
+    packed_w13 [E, bytes] and packed_w2 [E, bytes] uint8, bias13 [E, 2F] (without a gate [E, F]) and
+    bias2 [E, D] fp32 or None.
     """
 
     is_moepack_module = True
@@ -173,12 +173,12 @@ class QuantizedMoEFFN(PackedExperts):
         y = combine(x, self.routed(x), shared, gate)
         return y if self.returns == "flat" else y.view(hidden_states.shape)
 
-    def routed(self, x: Tensor) -> Tensor:
-        """The routed experts' part: x [T, D] -> [T, D]."""
+    def routed(self, x: Tensor, router_x: Tensor | None = None) -> Tensor:
+        """The routed experts' part: x [T, D] -> [T, D]; router_x [T, D] where it is not x."""
         r, a = self.routing, self.attributes
         return ops.quantized_moe_ffn(
             x,
-            None,
+            router_x,
             self.gate_weight,
             self.gate_bias,
             self.expert_bias,
@@ -249,6 +249,20 @@ class QuantizedMoEFFN(PackedExperts):
         return f"{super().extra_repr()}, K={r.num_activated_experts}, {r.score_func}"
 
 
+class RoutedExperts(QuantizedMoEFFN):
+    """Takes the place of the experts in a block that keeps its own code, and routes for it.
+
+    The block calls its router, for which `RouterInput` stands, and hands on what it gets.
+    """
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: None = None
+    ) -> Tensor:
+        """hidden_states [..., D], top_k_index: the router's input -> hidden_states' shape."""
+        x, router_x = (t.reshape(-1, self.dim) for t in (hidden_states, top_k_index))
+        return self.routed(x, router_x).view(hidden_states.shape)
+
+
 def combine(
     x: Tensor, routed: Tensor, shared: nn.Module | None, shared_gate: nn.Module | None
 ) -> Tensor:
@@ -274,7 +288,7 @@ def _check_packed(
     form = scheme(attributes.scheme)
     inner = attributes.hidden_dim
     expected = {
-        "packed_w13": packing.packed_bytes(form, 2 * inner, dim, "gate_up"),
+        "packed_w13": packing.packed_bytes(form, attributes.rows13, dim, attributes.row_order13),
         "packed_w2": packing.packed_bytes(form, dim, inner, "plain"),
     }
     for (name, size), tensor in zip(expected.items(), (packed_w13, packed_w2), strict=True):
@@ -294,13 +308,12 @@ def _empty_experts(
     device: torch.device | str,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     form, inner = scheme(attributes.scheme), attributes.hidden_dim
-    bytes13 = packing.packed_bytes(form, 2 * inner, dim, "gate_up")
+    rows = attributes.rows13
+    bytes13 = packing.packed_bytes(form, rows, dim, attributes.row_order13)
     bytes2 = packing.packed_bytes(form, dim, inner, "plain")
     return (
         torch.empty(num_experts, bytes13, dtype=torch.uint8, device=device),
         torch.empty(num_experts, bytes2, dtype=torch.uint8, device=device),
-        torch.empty(num_experts, 2 * inner, dtype=torch.float32, device=device)
-        if has_bias13
-        else None,
+        torch.empty(num_experts, rows, dtype=torch.float32, device=device) if has_bias13 else None,
         torch.empty(num_experts, dim, dtype=torch.float32, device=device) if has_bias2 else None,
     )

@@ -11,7 +11,8 @@ from torch import nn
 
 from moepack import packing
 from moepack.errors import UnsupportedError
-from moepack.families import BlockSpec, FoundBlock, find_blocks, is_replacement
+from moepack.families import BlockSpec, FoundBlock, find_blocks
+from moepack.modules import PackedExperts
 from moepack.schemes import Scheme
 from moepack.schemes import scheme as scheme_of
 
@@ -142,12 +143,8 @@ def plan_blocks(
     _check_patterns(rules, found)
     outside_because = _why_all_outside(model, router)
     blocks = (_plan_block(block, scheme, rules, outside_because) for block in found)
-    packed = {id(m) for m in model.modules() if is_replacement(m) and not _holds_packed(m)}
-    return Plan(tuple(blocks), len(packed))
-
-
-def _holds_packed(module: nn.Module) -> bool:
-    return not getattr(type(module), "is_moepack_module", False)
+    packed = sum(isinstance(module, PackedExperts) for module in model.modules())
+    return Plan(tuple(blocks), packed)
 
 
 def _check_patterns(rules: Mapping[str, str], found: Sequence[FoundBlock]) -> None:
@@ -180,16 +177,20 @@ def _plan_block(
     chosen = next((value for p, value in rules.items() if _matches(p, block)), default)
     if chosen == FLOAT:
         return BlockPlan(*names, "exclude", "by name")
+    if block.left_out_because:
+        return BlockPlan(*names, "exclude", block.left_out_because)
     if block.spec is None:
         return BlockPlan(*names, "refuse", block.refused_because)
     spec = block.spec
     form = scheme_of(spec.experts.given_scheme or chosen)
     outside_because = outside_because or spec.outside_because
     is_fused = spec.router is not None and not outside_because
+    if spec.place is None and not is_fused:
+        why = f"its router is one piece of code with its experts and cannot stay: {outside_because}"
+        return BlockPlan(*names, "refuse", why)
     e = spec.experts
-    biases = 0 if not e.has_bias else e.num_experts * (2 * e.inner_dim + e.model_dim)
     packed = e.num_experts * (
-        packing.packed_bytes(form, 2 * e.inner_dim, e.model_dim, "gate_up")
+        packing.packed_bytes(form, e.attributes.rows13, e.model_dim, e.attributes.row_order13)
         + packing.packed_bytes(form, e.model_dim, e.inner_dim, "plain")
     )
     return BlockPlan(
@@ -203,7 +204,7 @@ def _plan_block(
         e.model_dim,
         e.inner_dim,
         e.bytes_stored,
-        packed + 4 * biases,
+        packed + e.bias_bytes,
     )
 
 

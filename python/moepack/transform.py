@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from moepack import packing, quantizer, verification
-from moepack.attributes import ExpertAttributes
 from moepack.dequantized import dequantize_
 from moepack.errors import BadWeights, NoMoEBlock, UnsupportedError
+from moepack.expert_calls import RouterInput
 from moepack.families import BlockSpec, ExpertsSpec, FoundBlock, find_blocks
-from moepack.modules import PackedExperts, QuantizedExperts, QuantizedMoEFFN
+from moepack.modules import PackedExperts, QuantizedExperts, QuantizedMoEFFN, RoutedExperts
 from moepack.planner import BlockPlan, plan_blocks
 from moepack.quantizer import QuantizedMatrix
 from moepack.schemes import Scheme
@@ -185,7 +185,7 @@ def _first_bad(values: Tensor) -> str:
 def _pack(
     spec: BlockSpec, decision: BlockPlan, rule: quantizer.Rule, threads: int | None
 ) -> _Packed:
-    experts = spec.experts
+    experts = spec.packed_experts(decision.router == "fused")
     scale_error = 0.0
 
     def quantized(name: str, read: Callable[[int], Tensor]) -> Iterator[QuantizedMatrix]:
@@ -205,9 +205,10 @@ def _pack(
                 scale_error = max(scale_error, matrix.scale_error)
                 yield matrix
 
-        return packing.pack_experts(noting(), row_order)
+        return packing.pack_experts(noting(), row_order, experts.num_experts)
 
-    w13, w2 = packed("w13", experts.w13, "gate_up"), packed("w2", experts.w2, "plain")
+    w13 = packed("w13", experts.w13, experts.attributes.row_order13)
+    w2 = packed("w2", experts.w2, "plain")
     return _Packed(w13, w2, *_stacked_biases(experts), scale_error)
 
 
@@ -221,16 +222,15 @@ def _stacked_biases(experts: ExpertsSpec) -> tuple[Tensor | None, Tensor | None]
 
 def _build(item: _Work, packed: _Packed) -> PackedExperts:
     spec, decision = item.spec, item.plan
-    attributes = ExpertAttributes(
-        spec.experts.inner_dim, decision.scheme, activation=spec.experts.activation
-    )
+    attributes = replace(spec.experts.attributes, scheme=decision.scheme)
     tensors = (packed.w13, packed.w2, packed.bias13, packed.bias2)
     original = item.block.module
     if decision.router == "outside" or spec.router is None:
         experts = QuantizedExperts(*tensors, attributes, spec.experts.model_dim)
         return experts.train(original.training)
     router = spec.router
-    new = QuantizedMoEFFN(
+    kind = RoutedExperts if spec.combination.in_place else QuantizedMoEFFN
+    new = kind(
         router.gate_weight,
         router.gate_bias,
         router.expert_bias,
@@ -296,14 +296,27 @@ def _floor_for(decision: BlockPlan, sqnr_floor: float | Mapping[str, float] | No
 
 def _put(model: nn.Module, item: _Work, new: PackedExperts) -> nn.Module:
     """Puts the new module at every path of the old one; returns the root."""
+    placed = _placed(item, new)
     for path in item.block.paths:
-        if isinstance(new, QuantizedExperts):
-            path = f"{path}.{item.spec.experts_child}".removeprefix(".")
         if path == "":
-            return new
+            return placed
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, new)
+        setattr(model.get_submodule(parent), name, placed)
     return model
+
+
+def _placed(item: _Work, new: PackedExperts) -> nn.Module:
+    """What stands at the block's path: the new module, or the block with new children."""
+    block, spec = item.block.module, item.spec
+    if isinstance(new, QuantizedExperts):
+        assert spec.place is not None  # else the plan refuses the block
+        return spec.place(block, new)
+    if isinstance(new, RoutedExperts):
+        assert spec.router is not None
+        setattr(block, spec.router_child, RouterInput(spec.router.before))
+        setattr(block, spec.experts_child, new)
+        return block
+    return new
 
 
 def replace_moe_with_quantized_op(

@@ -12,9 +12,8 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moepack.attributes import ExpertAttributes
 from moepack.errors import VerificationError
 from moepack.families.spec import BlockSpec, ExpertsSpec, RouterSpec
 from moepack.modules import PackedExperts, QuantizedMoEFFN, combine
@@ -104,7 +103,8 @@ def _experts_error(spec: BlockSpec) -> float:
         ids = torch.stack([token % count, (token + 1) % count], dim=1)
         weights = 0.2 + torch.rand(ids.shape, generator=torch.Generator().manual_seed(first))
         expected = spec.oracle.experts(first, last)(x, ids, weights)
-        errors.append(relative_error(_float_experts(experts, x, ids + first, weights), expected))
+        found = _float_experts(experts, x, ids + first, weights, experts.output_norm)
+        errors.append(relative_error(found, expected))
     return _largest(errors)
 
 
@@ -112,9 +112,10 @@ def _largest(errors: list[float]) -> float:
     return math.nan if any(math.isnan(e) for e in errors) else max(errors)
 
 
-def _float_experts(experts: ExpertsSpec, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    attributes = ExpertAttributes(experts.inner_dim, "", activation=experts.activation)
-    return float_mode.experts(x, ids, weights, experts.reader, attributes)
+def _float_experts(
+    experts: ExpertsSpec, x: Tensor, ids: Tensor, weights: Tensor, norm: nn.Module | None = None
+) -> Tensor:
+    return float_mode.experts(x, ids, weights, experts.reader, experts.attributes, norm)
 
 
 def _around_experts_error(path: str, spec: BlockSpec, router: RouterSpec) -> tuple[float, int]:
@@ -129,26 +130,38 @@ def _around_experts_error(path: str, spec: BlockSpec, router: RouterSpec) -> tup
 
     x = probes(_ROUTER_TOKENS, dim)
     original = spec.oracle.block(stand_in)
-    expected = original(x[None])
     combination = spec.combination
-    shape = x.shape if combination.returns == "flat" else (1, *x.shape)
-    if not isinstance(expected, Tensor) or expected.shape != shape:
+    expected = original(x if combination.in_place else x[None])
+    shape = (1, *x.shape) if combination.returns == "shaped" else x.shape
+    if not isinstance(expected, Tensor) or expected.numel() != x.numel():
         kind = list(expected.shape) if isinstance(expected, Tensor) else type(expected).__name__
         raise VerificationError(f"{path or '(root)'}: returns {kind}; expected {list(shape)}")
+    if not combination.in_place and expected.shape != shape:
+        raise VerificationError(
+            f"{path or '(root)'}: returns {list(expected.shape)}; expected {list(shape)}"
+        )
     routing, is_decided = route_decided(x, router)
+    weights = routing.weights.float()
+    if router.output_scale is not None:
+        weights = weights * router.output_scale.float()[routing.ids]
     shared, gate = (
         original.get_submodule(name) if name else None
         for name in (combination.shared, combination.shared_gate)
     )
-    found = combine(x, stand_in(x, routing.ids, routing.weights.float()), shared, gate)
+    found = combine(x, stand_in(x, routing.ids, weights), shared, gate)
     expected = expected.reshape(x.shape)[is_decided]
     return relative_error(found[is_decided], expected), int(is_decided.sum())
 
 
 def route_decided(x: Tensor, router: RouterSpec) -> tuple[float_mode.Routing, Tensor]:
     """Routing in fp64, and for which tokens rounding in fp32 cannot change the selection."""
+    router_x = x if router.before is None else router.before(x)
     routing = float_mode.route(
-        x.double(), router.gate_weight, router.gate_bias, router.expert_bias, router.attributes
+        router_x.double(),
+        router.gate_weight,
+        router.gate_bias,
+        router.expert_bias,
+        router.attributes,
     )
     return routing, routing.margin > _MARGIN * routing.largest
 
@@ -156,7 +169,7 @@ def route_decided(x: Tensor, router: RouterSpec) -> tuple[float_mode.Routing, Te
 @torch.no_grad()
 def check_quantized(path: str, spec: BlockSpec, module: PackedExperts) -> QuantizationCheck:
     """The kernel against the float form: every expert, then, if the router is fused, routing."""
-    experts = spec.experts
+    experts = spec.packed_experts(isinstance(module, QuantizedMoEFFN))
     x = probes(experts.num_experts * _TOKENS_PER_EXPERT, experts.model_dim)
     ids = torch.arange(x.shape[0])[:, None] % experts.num_experts
     ones = torch.ones(ids.shape)
@@ -184,7 +197,7 @@ def _decibels(signal: float, noise: float) -> float:
 
 def _check_fused_routing(path: str, module: QuantizedMoEFFN, router: RouterSpec, x: Tensor) -> None:
     """The fused operator against the experts' one with ids and weights of the float router."""
-    routing, is_decided = route_decided(x, router)
+    routing, is_decided = route_decided(x, replace(router, before=None))
     outside = module.experts(x, routing.ids, routing.weights.float())
     unrounded = copy.copy(module)  # shares the buffers
     unrounded.routing = replace(module.routing, router_dtype="float32")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import struct
 import zlib
+from dataclasses import astuple, replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moepack import ops, packing, quantizer, reference
+from moepack.attributes import ExpertAttributes
 from moepack.errors import PackedFormatError, UnsupportedError
-from moepack.reference import exact
+from moepack.reference import exact, float_mode
 from moepack.reference.arithmetic import exp, fma, quantize_activations
 from moepack.reference.blobs import decode
 from moepack.schemes import SCHEMES
@@ -165,7 +168,7 @@ def test_refuses_foreign_bytes_and_unknown_attributes() -> None:
 
 
 def packed_experts(
-    scheme: str, experts: int, width: int, inner: int, seed: int = 0
+    scheme: str, experts: int, width: int, inner: int, seed: int = 0, gated: bool = True
 ) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
@@ -173,7 +176,8 @@ def packed_experts(
         weights = [torch.randn(rows, cols, generator=generator) for _ in range(experts)]
         return packing.pack_experts((quantizer.quantize(w, scheme) for w in weights), order)
 
-    return stack(2 * inner, width, "gate_up"), stack(width, inner, "plain")
+    w13 = stack(2 * inner, width, "gate_up") if gated else stack(inner, width, "plain")
+    return w13, stack(width, inner, "plain")
 
 
 def bit_equal(a: Tensor, b: Tensor) -> bool:
@@ -202,6 +206,58 @@ def test_experts_equal_the_kernel(scheme: str, tokens: int) -> None:
         for biases in ((None, None), (bias13, bias2)):
             call = (value, ids, weights, w13, w2, *biases, inner, scheme, *EXPERT_ATTRIBUTES)
             assert bit_equal(reference.quantized_experts(*call), ops.quantized_experts(*call))
+
+
+# Per activation: alpha, limit, gate_softcap, up_softcap, limit_after_act.
+ACTIVATIONS = {
+    "clamped silu": ("silu", 1.0, 7.0, 0.0, 0.0, False),
+    "silu, then clamped": ("silu", 1.0, 0.7, 0.0, 0.0, True),
+    "softcapped silu": ("silu", 1.0, 0.0, 4.0, 25.0, False),
+    "gelu": ("gelu_tanh", 1.0, 0.0, 0.0, 0.0, False),
+    "clamped gelu": ("gelu_tanh", 1.0, 3.0, 0.0, 0.0, False),
+    "oai": ("swiglu_oai", 1.702, 7.0, 0.0, 0.0, False),
+    "oai without a limit": ("swiglu_oai", 0.5, 0.0, 0.0, 0.0, False),
+    "relu": ("relu", 1.0, 0.0, 0.0, 0.0, False),
+    "relu2": ("relu2", 1.0, 0.0, 0.0, 0.0, False),
+}
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_equals_the_kernel(activation: str, scheme: str) -> None:
+    experts, width, inner = 3, 150, 37
+    attributes = ExpertAttributes(inner, scheme, "moepack", *ACTIVATIONS[activation])
+    w13, w2 = packed_experts(scheme, experts, width, inner, gated=attributes.is_gated)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(8, width, generator=generator) * torch.logspace(-2, 1, 8)[:, None]
+    x[5, 7] = math.nan
+    ids = torch.randint(0, experts, (8, 3), generator=generator)
+    weights = torch.randn(8, 3, generator=generator)
+    bias13 = torch.randn(experts, attributes.rows13, generator=generator)
+    bias2 = torch.randn(experts, width, generator=generator)
+    for case in ((None, None, False), (bias13, bias2, False), (None, bias2, True)):
+        *biases, on_input = case
+        values = astuple(replace(attributes, weight_on_input=on_input))
+        call = (x, ids, weights, w13, w2, *biases, *values)
+        found = ops.quantized_experts(*call)
+        assert bit_equal(reference.quantized_experts(*call), found)
+        assert sqnr_to_float(call, values, found) > 25
+
+
+def sqnr_to_float(call: tuple[Any, ...], values: tuple[Any, ...], found: Tensor) -> float:
+    """Of the kernel against plain torch with the packed weights, in dB, over finite rows."""
+    x, ids, weights, w13, w2, bias13, bias2 = call[:7]
+    reader = float_mode.ExpertReader(
+        len(w13),
+        w13=lambda e: packing.unpack(w13[e]).dequantize(),
+        w2=lambda e: packing.unpack(w2[e]).dequantize(),
+        bias13=lambda e: None if bias13 is None else bias13[e],
+        bias2=lambda e: None if bias2 is None else bias2[e],
+    )
+    expected = float_mode.experts(x, ids, weights, reader, ExpertAttributes(*values))
+    is_finite = expected.isfinite().all(-1)
+    signal, noise = expected[is_finite].double(), (found - expected)[is_finite].double()
+    return float(10 * torch.log10(signal.square().sum() / noise.square().sum()))
 
 
 ROUTINGS = {

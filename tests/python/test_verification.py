@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -52,10 +53,79 @@ def test_one_expert_of_many_misread() -> None:
     assert_caught(shifted, "the experts")
 
 
-def test_a_bias_dropped() -> None:
-    spec = read("qwen3_moe")
-    biased = with_experts(spec, bias2=lambda e: torch.full((64,), 0.01))
-    assert_caught(biased, "the experts")
+@pytest.mark.parametrize("name", ["bias13", "bias2"])
+def test_a_bias_dropped(name: str) -> None:
+    assert_caught(with_experts(read("gpt_oss"), **{name: lambda e: None}), "the experts")
+
+
+def test_interleaving_ignored() -> None:
+    spec = read("gpt_oss")
+    stored = spec.experts.w13
+
+    def as_stored(expert: int) -> Tensor:
+        gate, up = stored(expert).chunk(2)
+        return torch.stack([gate, up], dim=1).flatten(0, 1)
+
+    assert_caught(with_experts(spec, w13=as_stored), "the experts")
+
+
+def test_w2_transposed() -> None:
+    spec = find_blocks(tiny_models.build("qwen3_moe", moe_intermediate_size=64))[0].spec
+    assert spec is not None
+    assert_caught(with_experts(spec, w2=lambda e: spec.experts.w2(e).T), "the experts")
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("gpt_oss", {"act_limit": 7.5}),
+        ("gpt_oss", {"act_limit": 0.0}),
+        ("gpt_oss", {"act_alpha": 1.7}),
+        ("gpt_oss", {"activation": "silu"}),
+        ("hy_v4", {"act_limit": 0.0}),
+        ("step3p5", {"limit_after_act": False}),
+        ("step3p5", {"act_limit": 8.0}),
+        ("inkling2_text", {"up_softcap": 0.0}),
+        ("gemma4_text", {"activation": "silu"}),
+        ("nemotron_h", {"activation": "relu"}),
+        ("llama4_text", {"weight_on_input": False}),
+    ],
+)
+def test_an_activation_misread(family: str, change: dict[str, Any]) -> None:
+    spec = read(family)
+    attributes = dataclasses.replace(spec.experts.attributes, **change)
+    experts = dataclasses.replace(spec.experts, attributes=attributes)
+    assert_caught(dataclasses.replace(spec, experts=experts), "the experts")
+
+
+def test_a_norm_of_outputs_dropped() -> None:
+    spec = read("muse_spark_text")
+    experts = dataclasses.replace(spec.experts, output_norm=None)
+    assert_caught(dataclasses.replace(spec, experts=experts), "the experts")
+
+
+@pytest.mark.parametrize("dropped", ["output_scale", "before", "gate_bias"])
+def test_what_a_router_does_besides_dropped(dropped: str) -> None:
+    spec = read("gpt_oss" if dropped == "gate_bias" else "gemma4_text")
+    assert spec.router is not None
+    router = dataclasses.replace(spec.router, **{dropped: None})  # type: ignore[arg-type]
+    assert_caught(dataclasses.replace(spec, router=router), "the router")
+
+
+def test_the_bias_that_a_block_adds_to_its_sum() -> None:
+    spec = read("jetmoe")
+    assert_caught(with_experts(spec, bias2=lambda e: None), "the experts")
+    model = tiny_models.build("jetmoe")
+    block = find_blocks(model)[0].module
+
+    class Doubling(type(block)):  # type: ignore[misc]
+        def forward(self, layer_input: Tensor) -> Tensor:
+            y: Tensor = super().forward(layer_input)
+            return y + self.bias
+
+    block.__class__ = Doubling
+    with pytest.raises(VerificationError, match="the router"):
+        moepack.quantize_(block)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +139,9 @@ def test_a_bias_dropped() -> None:
         ("deepseek_v3", {"score_func": "softmax_all"}),
         ("lfm2_moe", {"norm_eps": 0.01}),
         ("granitemoe", {"score_func": "softmax_all"}),
+        ("minimax_m3_vl_text", {"route_scale": 1.5}),
+        ("openai_privacy_filter", {"route_scale": 1.0}),
+        ("dbrx", {"norm_topk": False}),
     ],
 )
 def test_routing_misread(family: str, change: dict[str, object]) -> None:

@@ -11,7 +11,14 @@ from types import ModuleType
 
 from torch import nn
 
-from moepack.families import executorch, huggingface
+from moepack.families import (
+    dbrx,
+    executorch,
+    huggingface,
+    input_weighted,
+    module_list,
+    parallel_linears,
+)
 from moepack.families.spec import (
     BlockSpec,
     Combination,
@@ -21,7 +28,15 @@ from moepack.families.spec import (
     RouterSpec,
 )
 
-FAMILIES: tuple[ModuleType, ...] = (executorch, huggingface)
+# The first one that sees experts reads them: special shapes of code come before general ones.
+FAMILIES: tuple[ModuleType, ...] = (
+    executorch,
+    module_list,
+    input_weighted,
+    dbrx,
+    parallel_linears,
+    huggingface,
+)
 
 # Classes named like an MoE block in which no family sees experts are reported, not passed over.
 _NAMED_LIKE_A_BLOCK = re.compile(r"(MoE|Moe|MOE)(Block|Layer|FFN|FeedForward)?$")
@@ -49,12 +64,16 @@ def _read(path: str, module: nn.Module) -> FoundBlock | None:
         return None
     for family in FAMILIES:
         if family.is_candidate(module):
+            left_out = getattr(family, "left_out", None)
+            if left_out is not None and (why := left_out(module)):
+                return FoundBlock([path], module, family.NAME, None, left_out_because=why)
             spec, reason = family.read(module)
-            experts = module.get_submodule(spec.experts_child) if spec is not None else module
-            return FoundBlock([path], module, family.NAME, spec, reason, id(experts))
+            named = spec.experts_child if spec is not None else ""
+            experts = module.get_submodule(named)
+            return FoundBlock([path], module, family.NAME, spec, reason, experts_of=id(experts))
     if _looks_like_a_block(module):
         reason = "it is named like an MoE block, but no family knows how its experts are stored"
-        return FoundBlock([path], module, "unknown", None, reason, id(module))
+        return FoundBlock([path], module, "unknown", None, reason, experts_of=id(module))
     return None
 
 

@@ -12,7 +12,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from moepack.attributes import RoutingAttributes
+from moepack.attributes import ExpertAttributes, RoutingAttributes
 from moepack.families.spec import (
     BlockSpec,
     Combination,
@@ -20,6 +20,7 @@ from moepack.families.spec import (
     ExpertsSpec,
     Oracle,
     RouterSpec,
+    place_as,
 )
 from moepack.families.stacked import in_float, is_plain
 from moepack.reference.float_mode import ExpertReader
@@ -48,7 +49,9 @@ def read(block: nn.Module) -> tuple[BlockSpec | None, str]:
         block=lambda stub: _original_block(block, router, stub),
     )
     combination = Combination(shared, returns="flat")
-    return BlockSpec(_read_experts(cond_ffn), router, combination, oracle, "cond_ffn"), ""
+    experts = _read_experts(cond_ffn)
+    place = place_as("cond_ffn")
+    return BlockSpec(experts, router, combination, oracle, place, "gate", "cond_ffn"), ""
 
 
 def _refuse(block: nn.Module) -> str:
@@ -110,7 +113,8 @@ def _read_experts(cond_ffn: nn.Module) -> ExpertsSpec:
         bias2=lambda e: None,
     )
     stored = 3 * w1.numel() * w1.element_size()
-    return ExpertsSpec(num_experts, model_dim, inner_dim, reader, bytes_stored=stored)
+    attributes = ExpertAttributes(inner_dim, scheme="")
+    return ExpertsSpec(num_experts, model_dim, reader, attributes, bytes_stored=stored)
 
 
 def _original_experts(cond_ffn: nn.Module, first: int, last: int) -> ExpertsFunction:

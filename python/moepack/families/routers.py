@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from moepack.attributes import RoutingAttributes
@@ -35,6 +34,12 @@ class RouterRule:
     groups: str = ""  # group_score, or "" for none
     in_fp32: bool = False  # logits in fp32, whatever the model's dtype
     weight: str = "router.weight"
+    weight_factors: tuple[str, ...] = ()  # [D] or scalars that the weight's rows are multiplied by
+    gate_bias: str = ""
+    before: str = ""  # a module through which the router's input goes first
+    output_scale: str = ""  # [E]: multiplies the weight of each expert
+    top_k: tuple[str, ...] = ("router.top_k", "block.top_k")
+    in_place: bool = False  # what the block does with the routed sum is left to its own code
     requires: tuple[tuple[str, object], ...] = ()
 
 
@@ -80,7 +85,8 @@ RULES: tuple[RouterRule, ...] = (
         _names(
             "{}TopkRouter",
             "DeepseekV3 DeepseekV32 Dots1 Dots3NoteText ExaoneMoe Glm4Moe Glm4MoeLite Glm4vMoeText "
-            "GlmMoeDsa KimiLinear BailingHybrid MiMoV2Flash SolarOpen AXK2",
+            "Glm5NextText GlmMoeDsa HYV4 HYV4VL KimiLinear BailingHybrid MiMoV2Flash NemotronH "
+            "SolarOpen AXK1 AXK2",
         ),
         "sigmoid",
         norm="router.norm_topk_prob",
@@ -185,24 +191,73 @@ RULES: tuple[RouterRule, ...] = (
         (*_names("GraniteMoe{}TopKRouter", "SWA Shared Hybrid"), "GraniteMoeTopKRouter"), "softmax"
     ),
     RouterRule(("AriaTextTopKRouter",), "softmax"),
+    RouterRule(("JetMoeTopKGating",), "softmax", weight="router.layer.weight"),
+    RouterRule(("GptOssTopKRouter",), "softmax", gate_bias="router.bias", in_place=True),
+    RouterRule(
+        ("OpenAIPrivacyFilterTopKRouter",),
+        "softmax",
+        gate_bias="router.bias",
+        scale="1/router.top_k",
+        in_fp32=True,
+        in_place=True,
+    ),
+    RouterRule(
+        _names("{}TopKRouter", "MiniMaxM3VL Step3p7"),
+        "sigmoid",
+        norm=True,
+        scale="block.routed_scaling_factor",
+        bias=_BIAS,
+    ),
+    RouterRule(
+        _names("{}TopKRouter", "Inkling2 Inkling2Loop"),
+        "sigmoid",
+        norm=True,
+        norm_eps=1e-20,
+        scale=_SCALE,
+        bias=_BIAS,
+        in_fp32=True,
+    ),
+    RouterRule(
+        _names("{}TextRouter", "Gemma4 DiffusionGemma"),
+        "softmax_all",
+        norm=True,
+        weight="router.proj.weight",
+        weight_factors=("router.scale", "router.scalar_root_size"),
+        before="router.norm",
+        output_scale="router.per_expert_scale",
+        top_k=("router.config.top_k_experts",),
+    ),
+    *(
+        RouterRule(
+            ("DbrxRouter",),
+            "softmax_all",
+            norm=norm is not None,
+            weight="router.layer.weight",
+            requires=(("block.moe_normalize_expert_weights", norm),),
+        )
+        for norm in (None, 1)
+    ),
 )
 
 
 def read_router(
     block: nn.Module, router: nn.Module, num_experts: int
-) -> tuple[RouterSpec | None, str]:
-    """The router as the operator sees it, or None and the reason why it stays outside."""
+) -> tuple[RouterSpec | None, bool, str]:
+    """The router as the operator sees it, and whether the block has to keep its own code around it;
+    or None and the reason why it stays outside.
+    """
     name = type(router).__name__
     rules = [rule for rule in RULES if name in rule.routers]
     if not rules:
-        return None, f"router {name} is not one that the operator is known to compute"
+        return None, False, f"router {name} is not one that the operator is known to compute"
     find = _finder(block, router)
     for rule in rules:
         if all(find(path) == value for path, value in rule.requires):
-            return _apply(rule, find, num_experts)
+            spec, outside = _apply(rule, find, num_experts)
+            return spec, rule.in_place, outside
     found = {path: find(path) for rule in rules for path, _ in rule.requires}
     settings = ", ".join(f"{path} = {value!r}" for path, value in found.items())
-    return None, f"router {name} with {settings} is not one that the operator computes"
+    return None, False, f"router {name} with {settings} is not one that the operator computes"
 
 
 def _finder(block: nn.Module, router: nn.Module) -> Callable[[str], Any]:
@@ -220,7 +275,7 @@ def _apply(
     rule: RouterRule, find: Callable[[str], Any], num_experts: int
 ) -> tuple[RouterSpec | None, str]:
     weight: Tensor = find(rule.weight)
-    top_k = _top_k(find)
+    top_k = _top_k(find, rule)
     n_group, topk_group = 1, 1
     if rule.groups:
         n_group, topk_group = find("router.num_group") or 1, find("router.topk_group") or 1
@@ -235,24 +290,34 @@ def _apply(
         norm_topk=bool(find(rule.norm)) if isinstance(rule.norm, str) else rule.norm,
         norm_eps=float(find(rule.norm_eps)) if isinstance(rule.norm_eps, str) else rule.norm_eps,
         norm_clamp=rule.norm_clamp,
-        route_scale=float(find(rule.scale)) if rule.scale else 1.0,
+        route_scale=_scale(find, rule.scale) if rule.scale else 1.0,
         n_group=n_group,
         topk_group=topk_group,
         group_score=rule.groups or "top2sum",
-        router_dtype="float32" if rule.in_fp32 else _dtype_name(weight.dtype),
+        router_dtype="float32" if rule.in_fp32 else str(weight.dtype).removeprefix("torch."),
     )
-    bias = find(rule.bias).reshape(-1) if rule.bias else None
-    return RouterSpec(weight, None, bias, attributes), ""
+    for factor in rule.weight_factors:
+        weight = weight.detach().float() * find(factor)
+    spec = RouterSpec(
+        weight,
+        find(rule.gate_bias) if rule.gate_bias else None,
+        find(rule.bias).reshape(-1) if rule.bias else None,
+        attributes,
+        find(rule.before) if rule.before else None,
+        find(rule.output_scale) if rule.output_scale else None,
+    )
+    return spec, ""
 
 
-def _top_k(find: Callable[[str], Any]) -> int:
-    for path in ("router.top_k", "block.top_k"):
+def _scale(find: Callable[[str], Any], path: str) -> float:
+    value = float(find(path.removeprefix("1/")))
+    return 1.0 / value if path.startswith("1/") else value
+
+
+def _top_k(find: Callable[[str], Any], rule: RouterRule) -> int:
+    for path in rule.top_k:
         try:
             return int(find(path))
         except AttributeError:
             continue
     raise AttributeError("neither the router nor the block has an attribute top_k")
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

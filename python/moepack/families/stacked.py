@@ -1,13 +1,57 @@
-"""One expert's matrix out of stacked weights [E, N, K]: float, or quantized by torchao already."""
+"""Experts as stacked weights [E, rows, columns]: their layout by shapes, one expert's matrix."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from moepack import quantizer
 from moepack.errors import UnsupportedError
+
+
+class Layout(NamedTuple):
+    """Which of a module's parameters is which, and the sizes that follow from their shapes.
+
+    `more13`: rows of w13's stack beyond the experts of w2's.
+    """
+
+    w13: str
+    w2: str
+    is_gated: bool
+    is_transposed: bool
+    num_experts: int
+    model_dim: int
+    inner_dim: int
+    more13: int
+
+
+def stacks_of(experts: nn.Module) -> dict[str, Tensor]:
+    """The module's own three-dimensional parameters."""
+    return {n: p for n, p in experts.named_parameters(recurse=False) if p.dim() == 3}
+
+
+def layout_of(stacks: dict[str, Tensor], *, transposed_hint: bool = False) -> Layout | None:
+    """The layout of two stacked weights, gate and up as one, or None if their shapes fit none.
+
+    Without a gate the shapes fit both orientations: `transposed_hint` decides.
+    """
+    if len(stacks) != 2:
+        return None
+    first, second = stacks
+    for w13, w2 in ((first, second), (second, first)):
+        (e13, a, b), (e2, c, d) = stacks[w13].shape, stacks[w2].shape
+        if e13 < e2 or "down" in w13:
+            continue
+        sizes = (e2, c, d, e13 - e2)
+        turned = (e2, d, c, e13 - e2)
+        if (a, b) == (2 * d, c):
+            return Layout(w13, w2, True, False, *sizes)
+        if (a, b) == (d, 2 * c):
+            return Layout(w13, w2, True, True, *turned)
+        if (a, b) == (d, c):
+            return Layout(w13, w2, False, transposed_hint, *(turned if transposed_hint else sizes))
+    return None
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -23,7 +23,8 @@ class Routing(NamedTuple):
 
 
 class ExpertReader(NamedTuple):
-    """One expert's tensors at a time: w13 [2F, D] rows [gate; up], w2 [D, F], biases or None."""
+    """One expert's tensors at a time: w13 [2F, D] rows [gate; up] (without a gate [F, D]),
+    w2 [D, F], biases or None."""
 
     num_experts: int
     w13: Callable[[int], Tensor]
@@ -61,21 +62,64 @@ def route(
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, reader: ExpertReader, attributes: ExpertAttributes
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    reader: ExpertReader,
+    attributes: ExpertAttributes,
+    output_norm: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """x [T, D], ids and weights [T, K] -> [T, D]; reads each used expert once, as x's dtype."""
-    if attributes.activation != "silu":
-        raise UnsupportedError(f"activation {attributes.activation!r}; supported: silu")
+    """x [T, D], ids and weights [T, K] -> [T, D]; reads each used expert once, as x's dtype.
+
+    `output_norm` is applied to every expert's output before it is weighted.
+    """
     outputs = x.new_zeros(*ids.shape, x.shape[1])
+    weights = weights.to(x.dtype)
     for expert in range(reader.num_experts):
         token, slot = (ids == expert).nonzero(as_tuple=True)
         if token.numel() == 0:
             continue
-        gate_up = _linear(x[token], reader.w13(expert), reader.bias13(expert))
-        gate, up = gate_up.chunk(2, dim=-1)
-        output = _linear(F.silu(gate) * up, reader.w2(expert), reader.bias2(expert))
-        outputs[token, slot] = output
-    return (outputs * weights.to(x.dtype)[..., None]).sum(1)
+        rows = x[token] * weights[token, slot, None] if attributes.weight_on_input else x[token]
+        columns = _linear(rows, reader.w13(expert), reader.bias13(expert))
+        hidden = activate(columns, attributes)
+        outputs[token, slot] = _linear(hidden, reader.w2(expert), reader.bias2(expert))
+    if output_norm is not None:
+        outputs = output_norm(outputs)
+    return (outputs if attributes.weight_on_input else outputs * weights[..., None]).sum(1)
+
+
+def activate(columns: Tensor, attributes: ExpertAttributes) -> Tensor:
+    """w13's columns [T, 2F] (gate, then up) or, without a gate, [T, F] -> [T, F]."""
+    if not attributes.is_gated:
+        positive = F.relu(columns)
+        return positive if attributes.activation == "relu" else positive.square()
+    gate, up = columns.chunk(2, dim=-1)
+    limit = attributes.act_limit or float("inf")
+    if not attributes.limit_after_act:
+        gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
+    activated = _activated_gate(gate, attributes)
+    if attributes.limit_after_act:
+        activated = activated.clamp(max=limit)
+    if attributes.activation == "swiglu_oai":
+        up = up + 1
+    return activated * _softcap(up, attributes.up_softcap)
+
+
+def _activated_gate(gate: Tensor, attributes: ExpertAttributes) -> Tensor:
+    if attributes.activation == "silu":
+        return _softcap(gate, attributes.gate_softcap) * gate.sigmoid()
+    if attributes.activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh")
+    if attributes.activation == "swiglu_oai":
+        return gate * (attributes.act_alpha * gate).sigmoid()
+    raise UnsupportedError(
+        f"activation {attributes.activation!r}; supported: silu, gelu_tanh, swiglu_oai, relu, relu2"
+    )
+
+
+def _softcap(x: Tensor, cap: float) -> Tensor:
+    return x if cap == 0.0 else cap * (x / cap).tanh()
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
