@@ -143,9 +143,13 @@ def checkpoint(family: str) -> Path:
     return write_checkpoint(made_model(family), scratch() / "checkpoints" / family)
 
 
-@functools.cache
 def exported(family: str = "qwen3_moe") -> Path:
     """Float but for the experts, all logits: what can be compared with the eager packed model."""
+    return _exported(family)
+
+
+@functools.cache
+def _exported(family: str) -> Path:
     out = scratch() / "exported" / family
     export(
         checkpoint(family),

@@ -114,8 +114,8 @@ def test_default_export_of_sizes_that_fit_no_group(tmp_path: Path) -> None:
     assert not program.all_logits
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([PROMPT])).logits[0, -1]
-    noise = program.logits(PROMPT)[-1] - expected
-    assert 10 * torch.log10(expected.square().mean() / noise.square().mean()) > 10
+    # 4-bit experts of random weights, and a router whose margins are small: some way below 1.
+    assert difference(program.logits(PROMPT)[-1], expected) < 0.6
 
 
 def test_directory_is_complete_and_says_what_it_holds() -> None:
@@ -149,10 +149,11 @@ def test_executorch_text_runner_runs_the_program() -> None:
     out = exported("qwen3_moe")
     Program.load(out)  # registers the kernels
     runner = TextLLMRunner(str(out / "model.pte"), str(out / "tokenizer.json"))
-    pieces: list[str] = []
-    config = GenerationConfig(max_new_tokens=1, temperature=0.0, echo=False)
-    runner.generate("experts", config, pieces.append)
-    assert pieces
+    counts: list[int] = []
+    config = GenerationConfig(max_new_tokens=4, temperature=0.0, echo=False)
+    # Without a callback for text: the runner raises on a token that is no UTF-8 alone.
+    runner.generate("experts", config, None, lambda s: counts.append(s.num_generated_tokens))
+    assert counts == [4]
 
 
 def test_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +225,14 @@ def test_window_shorter_than_the_export_is_refused_and_is_the_default_length(
 ) -> None:
     model = made_model("mixtral", sliding_window=24)
     with pytest.raises(UnsupportedError, match=r"window of 24.*--max-seq-len 24"):
-        export(model, tmp_path / "out", max_seq_len=25, sqnr_floor=SQNR_FLOOR_DB)
+        export(
+            model,
+            tmp_path / "out",
+            linear="float",
+            embedding="float",
+            max_seq_len=25,
+            sqnr_floor=SQNR_FLOOR_DB,
+        )
     lengths = []
 
     def note(module: Any, example: Any, shapes: Any, constants: Any, path: Path) -> None:
@@ -233,7 +241,7 @@ def test_window_shorter_than_the_export_is_refused_and_is_the_default_length(
 
     monkeypatch.setattr(lowering, "write_program", note)
     with pytest.raises(MoePackError, match="far enough"):
-        export(model, tmp_path / "out")
+        export(model, tmp_path / "out", linear="float", embedding="float")
     assert lengths == [24]
 
 

@@ -78,7 +78,7 @@ def quantize_linears(model: nn.Module, excluded: frozenset[str]) -> list[LayerFo
     _untie(model)
     formats = {}
     for path, module in model.named_modules():
-        if type(module) is nn.Linear and path not in excluded:
+        if type(module) is nn.Linear and path not in excluded and _is_plain(module.weight):
             formats[path] = "8da4w" if module.in_features % _GROUP == 0 else "8da8w"
     configs = {
         "8da4w": Int8DynamicActivationIntxWeightConfig(
@@ -93,6 +93,11 @@ def quantize_linears(model: nn.Module, excluded: frozenset[str]) -> list[LayerFo
     for name, config in configs.items():
         quantize_(model, config, lambda _, path, name=name: formats.get(path) == name)
     return [LayerFormat(path, name) for path, name in formats.items()]
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether nobody has quantized it before."""
+    return type(weight.data) is Tensor
 
 
 def _untie(model: nn.Module) -> None:

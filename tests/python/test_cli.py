@@ -1,0 +1,169 @@
+"""The commands as a user calls them: output, JSON, errors of one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from made_programs import CONTEXT, SQNR_FLOOR_DB, checkpoint, copied, exported
+from moepack import cli
+
+FLOOR = ["--sqnr-floor", str(SQNR_FLOOR_DB)]
+COMMANDS = {"plan", "quantize", "export", "run", "eval", "bench", "inspect", "doctor", "demo"}
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `moepack arguments`, run in this process."""
+    kept = sys.argv
+    sys.argv = ["moepack", *map(str, arguments)]
+    try:
+        cli.main()
+        code: Any = 0
+    except SystemExit as end:
+        code = end.code or 0
+    finally:
+        sys.argv = kept
+    return code, *capsys.readouterr()
+
+
+def json_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Any:
+    code, out, err = call(capsys, *arguments, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_commands_are_these() -> None:
+    names = {c.name or c.callback.__name__ for c in cli.app.registered_commands if c.callback}
+    assert names == COMMANDS
+
+
+def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json_of(capsys, "plan", checkpoint("deepseek_v3"), "--scheme", "int8-g32")
+    assert [(b["path"], b["scheme"]) for b in found["blocks"]] == [
+        ("model.layers.1.mlp", "int8-g32")
+    ]
+    code, out, _ = call(capsys, "plan", checkpoint("deepseek_v3"))
+    assert code == 0
+    assert "model.layers.1.mlp" in out
+
+
+def test_quantize_then_evaluate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "packed"
+    done = json_of(capsys, "quantize", checkpoint("mixtral"), "-o", out, *FLOOR)
+    assert [block["path"] for block in done["blocks"]] == ["model.layers.0.mlp"]
+    text = tmp_path / "text.txt"
+    text.write_text("each expert knew its own part. " * 20, encoding="utf-8")
+    values = [
+        json_of(capsys, "eval", model, "--text", text, "--window", "32")["value"]
+        for model in (out, exported("mixtral"), checkpoint("mixtral"))
+    ]
+    assert values[0] == pytest.approx(values[1], rel=2e-3)
+    assert values[0] != values[2]
+
+
+def test_run_streams_text(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("run", exported(), "--prompt", "the experts", "--max-new-tokens", "5")
+    code, out, err = call(capsys, *arguments)
+    assert code == 0
+    assert "5 new" in err
+    found = json_of(capsys, *arguments)
+    assert found["text"] + "\n" == out
+    assert found["stop"] == "length"
+    assert found["tokens_per_second"]["decode"] > 0
+
+
+def test_run_says_when_the_context_is_full(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = call(capsys, "run", exported(), "--prompt", "the", "--threads", "1")
+    assert "context is full" in err
+    code, _, err = call(capsys, "run", exported(), "--prompt", "the " * 2 * CONTEXT)
+    assert code == 1
+    assert "context ends at 64" in err
+
+
+def test_inspect_and_its_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert json_of(capsys, "inspect", exported(), "--verify")["problems"] == []
+    out = copied(exported(), tmp_path / "out")
+    (out / "config.json").write_text("{}", encoding="utf-8")
+    code, printed, _ = call(capsys, "inspect", out)
+    assert code == 1
+    assert "config.json" in printed
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "doctor", "--json")
+    found = json.loads(out)
+    assert code == (0 if found["healthy"] else 1)
+    assert found["isa_in_use"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["plan", "/no/such/place"], "/no/such/place: no such directory"),
+        (["inspect", "/no/such/place"], "no such file"),
+        (["run", "/no/such/place", "--prompt", "x"], "/no/such/place"),
+        (["eval", "/no/such/place", "--text", "x"], "/no/such/place"),
+        (["export", "/no/such/place", "-o", "/no/such/out", "--linear", "int3"], "8da4w, float"),
+    ],
+)
+def test_errors_are_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
+    code, out, err = call(capsys, *arguments)
+    assert code == 1
+    assert out == ""
+    lines = [line for line in err.splitlines() if line.startswith("moepack: ")]
+    assert len(lines) == 1
+    assert expected in lines[0]
+    assert "Traceback" not in err
+
+
+def test_unexpected_errors_are_one_line_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import moepack.doctor
+
+    def fail() -> None:
+        raise ZeroDivisionError("first line\nsecond line")
+
+    monkeypatch.setattr(moepack.doctor, "diagnose", fail)
+    code, _, err = call(capsys, "doctor")
+    assert code == 1
+    assert err.startswith("moepack: unexpected ZeroDivisionError: first line (MOEPACK_DEBUG=1")
+    monkeypatch.setenv("MOEPACK_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        call(capsys, "doctor")
+
+
+def test_command_in_its_own_process(tmp_path: Path) -> None:
+    """The installed script's way: exit code, nothing but the message on stderr."""
+    environment = {k: v for k, v in os.environ.items() if k != "MOEPACK_DEBUG"}
+    command = [sys.executable, "-m", "moepack.cli", "run", str(tmp_path), "--prompt", "x"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+def test_importing_the_command_line_loads_no_torch() -> None:
+    code = "import sys, moepack.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = json_of(capsys, "export", checkpoint("olmoe"), "-o", out, *FLOOR)
+    assert done["options"]["linear"] == "8da4w"
+    assert (out / "model.pte").is_file()
+    code, _, err = call(capsys, "export", checkpoint("olmoe"), "-o", out)
+    assert code == 1
+    assert "--force" in err
