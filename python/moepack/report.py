@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
+from moepack.bench import BenchResult
 from moepack.demo import Audience, DemoResult, Sample, Sizes
 from moepack.doctor import Diagnosis
 from moepack.evaluate import Perplexity
@@ -66,6 +67,31 @@ def _plan_row(block: BlockPlan) -> tuple[str, ...]:
         )
     saved = (_bytes(block.bytes_before), _bytes(block.bytes_after))
     return (name, block.block_class, *sizes, block.scheme, block.router, *saved, block.why)
+
+
+@renderable.register
+def _(value: BenchResult) -> RenderableType:
+    d, f, e, k = value.shape
+    titles = ["tokens", "ms", "best ms", "GB/s", "GMAC/s", "of the limit"]
+    title = f"{value.scheme} on {value.isa}, threads: {value.threads}, D={d} F={f} E={e} K={k}"
+    table = _table(title, titles, right=range(6))
+    for row in value.rows:
+        table.add_row(
+            str(row.tokens),
+            f"{row.ms:.3f}",
+            f"{row.best_ms:.3f}",
+            f"{row.gb_per_s:.1f}",
+            f"{row.gmac_per_s:.1f}",
+            f"{row.fraction_of_limit:.0%}",
+        )
+    limits = value.limits
+    return Group(
+        table,
+        Text(
+            f"limits in the same run: memory {limits.read_huge_gb_per_s:.1f} GB/s on huge pages, "
+            f"{limits.read_4k_gb_per_s:.1f} on 4 KiB; int4 {limits.int4_gmac_per_s:.0f} GMAC/s"
+        ),
+    )
 
 
 @renderable.register
