@@ -11,12 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from moepack import packing, quantizer, verification
+from moepack import packing, placement, quantizer, verification
 from moepack.dequantized import dequantize_
 from moepack.errors import BadWeights, NoMoEBlock, UnsupportedError
-from moepack.expert_calls import RouterInput
-from moepack.families import BlockSpec, ExpertsSpec, FoundBlock, find_blocks
-from moepack.modules import PackedExperts, QuantizedExperts, QuantizedMoEFFN, RoutedExperts
+from moepack.families import BlockSpec, FoundBlock, find_blocks
+from moepack.modules import PackedExperts, QuantizedMoEFFN
+from moepack.placement import PackedTensors, stacked_biases
 from moepack.planner import BlockPlan, plan_blocks
 from moepack.quantizer import QuantizedMatrix
 from moepack.schemes import Scheme
@@ -68,10 +68,11 @@ def quantize_(
     def replace_block(item: _Work) -> None:
         if item.block.experts_of not in packed:
             packed[item.block.experts_of] = _pack(item.spec, item.plan, rule, threads)
-        new = _build(item, packed[item.block.experts_of])
+        tensors = packed[item.block.experts_of].tensors
+        new = placement.build(item.spec, item.plan, item.block.module, tensors)
         block = _verified(item, new, rule, verify, sqnr_floor)
         report.blocks.append(replace(block, scale_error=packed[item.block.experts_of].scale_error))
-        report.model = _put(report.model, item, new)
+        report.model = placement.put(report.model, item.block, item.spec, new)
 
     total = len(work)
     while work:
@@ -96,10 +97,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Packed:
-    w13: Tensor
-    w2: Tensor
-    bias13: Tensor | None
-    bias2: Tensor | None
+    tensors: PackedTensors
     scale_error: float
 
 
@@ -209,43 +207,7 @@ def _pack(
 
     w13 = packed("w13", experts.w13, experts.attributes.row_order13)
     w2 = packed("w2", experts.w2, "plain")
-    return _Packed(w13, w2, *_stacked_biases(experts), scale_error)
-
-
-def _stacked_biases(experts: ExpertsSpec) -> tuple[Tensor | None, Tensor | None]:
-    def stack(read: Callable[[int], Tensor | None]) -> Tensor | None:
-        biases = [b for e in range(experts.num_experts) if (b := read(e)) is not None]
-        return torch.stack(biases).float() if biases else None
-
-    return stack(experts.bias13), stack(experts.bias2)
-
-
-def _build(item: _Work, packed: _Packed) -> PackedExperts:
-    spec, decision = item.spec, item.plan
-    attributes = replace(spec.experts.attributes, scheme=decision.scheme)
-    tensors = (packed.w13, packed.w2, packed.bias13, packed.bias2)
-    original = item.block.module
-    if decision.router == "outside" or spec.router is None:
-        experts = QuantizedExperts(*tensors, attributes, spec.experts.model_dim)
-        return experts.train(original.training)
-    router = spec.router
-    kind = RoutedExperts if spec.combination.in_place else QuantizedMoEFFN
-    new = kind(
-        router.gate_weight,
-        router.gate_bias,
-        router.expert_bias,
-        *tensors,
-        router.attributes,
-        attributes,
-    )
-    new.training = original.training  # not train(): the shared expert keeps its own mode
-    new.returns = spec.combination.returns
-    shared, gate = (
-        (name, original.get_submodule(name)) if name else None
-        for name in (spec.combination.shared, spec.combination.shared_gate)
-    )
-    new.keep_shared(shared, gate)
-    return new
+    return _Packed(PackedTensors(w13, w2, *stacked_biases(experts)), scale_error)
 
 
 def _verified(
@@ -292,31 +254,6 @@ def _floor_for(decision: BlockPlan, sqnr_floor: float | Mapping[str, float] | No
     paths = (decision.path, *decision.also_at)
     matching = (v for p, v in sqnr_floor.items() if any(fnmatchcase(path, p) for path in paths))
     return next(matching, None)
-
-
-def _put(model: nn.Module, item: _Work, new: PackedExperts) -> nn.Module:
-    """Puts the new module at every path of the old one; returns the root."""
-    placed = _placed(item, new)
-    for path in item.block.paths:
-        if path == "":
-            return placed
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, placed)
-    return model
-
-
-def _placed(item: _Work, new: PackedExperts) -> nn.Module:
-    """What stands at the block's path: the new module, or the block with new children."""
-    block, spec = item.block.module, item.spec
-    if isinstance(new, QuantizedExperts):
-        assert spec.place is not None  # else the plan refuses the block
-        return spec.place(block, new)
-    if isinstance(new, RoutedExperts):
-        assert spec.router is not None
-        setattr(block, spec.router_child, RouterInput(spec.router.before))
-        setattr(block, spec.experts_child, new)
-        return block
-    return new
 
 
 def replace_moe_with_quantized_op(

@@ -1,0 +1,8 @@
+"""Quantizing while loading, and reloading: tensors come in any order, packed layers go out."""
+
+from __future__ import annotations
+
+from moepack.online.loading import Loaded, Settings, load
+from moepack.online.methods import IntegerMethod, OnlineMethod
+
+__all__ = ["IntegerMethod", "Loaded", "OnlineMethod", "Settings", "load"]

@@ -1,0 +1,293 @@
+"""One MoE block that is being filled: collected, converted expert by expert, placed.
+
+The base of every online format. Where a weight's elements are collected is a `Unit`; an expert is
+converted when all its matrices are there and its float copy goes at once; the block is complete
+when every tensor that it is made from has come. A method only says what a matrix becomes.
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from moepack import huge_pages, packing
+from moepack.errors import BadWeights
+from moepack.families import BlockSpec, ExpertsSpec, FoundBlock, find_blocks
+from moepack.modules import PackedExperts
+from moepack.online.mapping import Unit
+from moepack.online.methods import OnlineMethod, pack_into
+from moepack.placement import PackedTensors, build, stacked_biases
+from moepack.planner import BlockPlan
+
+# (block path, "packed_w13" or "packed_w2", [E, bytes]) -> the uint8 tensor where the result lives
+Allocate = Callable[[str, str, tuple[int, int]], Tensor]
+
+
+def in_memory(path: str, name: str, shape: tuple[int, int]) -> Tensor:
+    return huge_pages.empty(*shape)
+
+
+class OnlineBlock:
+    """`needs`: the names, below the block, of the tensors that become part of the packed module."""
+
+    def __init__(
+        self,
+        found: FoundBlock,
+        decision: BlockPlan,
+        method: OnlineMethod,
+        allocate: Allocate = in_memory,
+        floor_db: float | None = None,
+        threads: int = 1,
+    ) -> None:
+        assert found.spec is not None
+        self.found, self.decision, self.method = found, decision, method
+        self.spec: BlockSpec = found.spec
+        self.path = found.path
+        self.needs = _needs(found.module, self.spec, decision)
+        self.stacks = _stacks(found.module, self.spec, self.needs)
+        self.worst_db = float("inf")
+        self._allocate, self._floor_db, self._threads = allocate, floor_db, threads
+        self._packed: tuple[Tensor, Tensor] | None = None
+        self._done: set[int] = set()
+        self._slots: queue.SimpleQueue[_Slot] | None = None
+
+    @property
+    def where(self) -> str:
+        return self.path or "(root)"
+
+    @property
+    def converts_early(self) -> bool:
+        """Do an expert's matrices depend on its own stored tensors alone?"""
+        router = self.spec.router
+        is_scaled = router is not None and router.output_scale is not None
+        return bool(self.stacks) and not (is_scaled and self.decision.router == "fused")
+
+    def takes_experts_from(self, units: Mapping[str, Unit]) -> bool:
+        """Can every stack of experts be made one expert at a time?"""
+        found = [units.get(name) for name in self.stacks]
+        return bool(found) and all(unit is not None and unit.is_stack for unit in found)
+
+    def advance(self, units: Mapping[str, Unit]) -> None:
+        """Converts the experts that have become complete; `units` by names below the block."""
+        if self.converts_early:
+            self._convert_ready(self.found.module, units)
+
+    @torch.no_grad()
+    def finish(self, units: Mapping[str, Unit], values: Mapping[str, Tensor]) -> PackedExperts:
+        """The packed module, when everything has come.
+
+        `values`: the tensors by names below the block, without stacks that come expert by expert.
+        Names that are in neither are held by no checkpoint: what is computed from them is NaN.
+        """
+        for name, tensor in values.items():
+            _check_finite(f"{self.where} {name}", tensor)
+        self._set_values(values)
+        self._convert_ready(self.found.module, units)
+        if not self.stacks or len(self._done) < self.spec.experts.num_experts:
+            self._convert_all(_spec_of(self.found.module).packed_experts(self._is_fused))
+        spec = _spec_of(self.found.module)
+        self.spec = spec
+        assert self._packed is not None
+        biases = stacked_biases(spec.packed_experts(self._is_fused))
+        packed = PackedTensors(*self._packed, *biases)
+        return build(spec, self.decision, self.found.module, packed)
+
+    @property
+    def _is_fused(self) -> bool:
+        return self.decision.router == "fused"
+
+    def _set_values(self, values: Mapping[str, Tensor]) -> None:
+        block = self.found.module
+        for name in self.needs - (self.stacks.keys() - values.keys()):
+            owner = block.get_submodule(name.rpartition(".")[0])
+            leaf = name.rpartition(".")[2]
+            old = getattr(owner, leaf)
+            new = values[name] if name in values else torch.full(old.shape, torch.nan).to(old.dtype)
+            if leaf in owner._parameters:
+                owner._parameters[leaf] = nn.Parameter(new, requires_grad=False)
+            else:
+                owner._buffers[leaf] = new
+
+    def _convert_ready(self, block: nn.Module, units: Mapping[str, Unit]) -> None:
+        if not self.takes_experts_from(units):
+            return
+        stacks = {name: units[name] for name in self.stacks}
+        ready = [
+            e
+            for e in range(self.spec.experts.num_experts)
+            if e not in self._done and all(unit.has(e) for unit in stacks.values())
+        ]
+        if not ready:
+            return
+        if self._slots is None:
+            self._slots = queue.SimpleQueue()
+            for _ in range(self._threads):
+                self._slots.put(_Slot(block, self.stacks, self._is_fused))
+
+        def convert(expert: int) -> float:
+            assert self._slots is not None
+            slot = self._slots.get()
+            try:
+                slot.hold({name: unit.part(expert) for name, unit in stacks.items()}, expert)
+                return self._convert(slot.experts, expert)
+            finally:
+                self._slots.put(slot)
+
+        self._note(ready, convert)
+        for expert in ready:
+            for unit in stacks.values():
+                unit.forget(expert)
+
+    def _convert_all(self, experts: ExpertsSpec) -> None:
+        todo = [e for e in range(experts.num_experts) if e not in self._done]
+        self._note(todo, lambda expert: self._convert(experts, expert))
+
+    def _note(self, experts: Iterable[int], convert: Callable[[int], float]) -> None:
+        """Runs the conversions; experts stay undone if one of them fails."""
+        self._results()
+        chosen = list(experts)
+        if self._threads == 1 or len(chosen) == 1:
+            found = [convert(expert) for expert in chosen]
+        else:
+            with ThreadPoolExecutor(self._threads) as pool:
+                found = list(pool.map(convert, chosen))
+        self.worst_db = min(self.worst_db, *found)
+        self._done.update(chosen)
+
+    def _results(self) -> tuple[Tensor, Tensor]:
+        if self._packed is None:
+            experts = self.spec.experts
+            e, attributes = experts.num_experts, experts.attributes
+            scheme, dim, inner = self.method.scheme, experts.model_dim, experts.inner_dim
+            sizes = {
+                "packed_w13": packing.packed_bytes(
+                    scheme, attributes.rows13, dim, attributes.row_order13
+                ),
+                "packed_w2": packing.packed_bytes(scheme, dim, inner, "plain"),
+            }
+            w13, w2 = (self._allocate(self.path, name, (e, size)) for name, size in sizes.items())
+            self._packed = (w13, w2)
+        return self._packed
+
+    @torch.no_grad()
+    def _convert(self, experts: ExpertsSpec, expert: int) -> float:
+        w13, w2 = self._results()
+        order = experts.attributes.row_order13
+        pairs = (
+            ("w13", w13[expert], experts.w13(expert), order),
+            ("w2", w2[expert], experts.w2(expert), "plain"),
+        )
+        return min(
+            pack_into(
+                destination,
+                self.method,
+                weight,
+                row_order,  # type: ignore[arg-type]
+                f"{self.where} expert {expert} {name}",
+                self._floor_db,
+            )
+            for name, destination, weight, row_order in pairs
+        )
+
+
+class _Slot:
+    """Room for one expert's float matrices: stacks of which every entry is the same memory.
+
+    The family reads any expert from them as from a full stack, whatever its layout.
+    """
+
+    def __init__(self, block: nn.Module, stacks: Mapping[str, Tensor], is_fused: bool) -> None:
+        self._block, self._stacks, self._is_fused = block, stacks, is_fused
+        self._room: dict[str, Tensor] = {}
+        self.experts: ExpertsSpec
+
+    def hold(self, parts: Mapping[str, Tensor], expert: int) -> None:
+        if any(
+            name not in self._room or self._room[name].dtype != part.dtype
+            for name, part in parts.items()
+        ):
+            self._room = {
+                n: torch.empty_like(p, memory_format=torch.contiguous_format)
+                for n, p in parts.items()
+            }
+            expanded = {n: r.expand(self._stacks[n].shape) for n, r in self._room.items()}
+            view = with_tensors(self._block, expanded)
+            self.experts = _spec_of(view).packed_experts(self._is_fused)
+        for name, part in parts.items():
+            self._room[name].copy_(part)
+
+
+def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of the module that has these parameters (names may be nested) and shares the rest."""
+    view = copy.copy(module)
+    view._parameters, view._buffers = dict(module._parameters), dict(module._buffers)
+    view._modules = dict(module._modules)
+    below: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        head, _, rest = name.partition(".")
+        if rest:
+            below.setdefault(head, {})[rest] = tensor
+        elif head in view._buffers:
+            view._buffers[head] = tensor
+        else:
+            view._parameters[head] = nn.Parameter(tensor, requires_grad=False)
+    for head, inner in below.items():
+        view._modules[head] = with_tensors(module.get_submodule(head), inner)
+    return view
+
+
+def _spec_of(block: nn.Module) -> BlockSpec:
+    """The neutral form of a block as it is now."""
+    spec = find_blocks(block)[0].spec
+    assert spec is not None  # it was read before, from the same structure
+    return spec
+
+
+def _needs(block: nn.Module, spec: BlockSpec, decision: BlockPlan) -> frozenset[str]:
+    names = [*(n for n, _ in block.named_parameters()), *_persistent_buffers(block)]
+    experts = f"{spec.experts_child}." if spec.experts_child else ""
+    if decision.router == "outside":
+        return frozenset(n for n in names if n.startswith(experts))
+    if spec.combination.in_place:
+        return frozenset(n for n in names if n.startswith((experts, f"{spec.router_child}.")))
+    kept = tuple(
+        f"{name}." for name in (spec.combination.shared, spec.combination.shared_gate) if name
+    )
+    return frozenset(n for n in names if not n.startswith(kept))
+
+
+def _persistent_buffers(block: nn.Module) -> list[str]:
+    buffers = {name for name, _ in block.named_buffers()}
+    return [name for name in block.state_dict() if name in buffers]
+
+
+def _stacks(block: nn.Module, spec: BlockSpec, needs: frozenset[str]) -> dict[str, Tensor]:
+    """Three-dimensional weights of all experts, by name."""
+    experts = f"{spec.experts_child}." if spec.experts_child else ""
+    return {
+        name: parameter
+        for name, parameter in block.named_parameters()
+        if name in needs
+        and name.startswith(experts)
+        and parameter.dim() == 3
+        and parameter.shape[0] >= spec.experts.num_experts
+    }
+
+
+def _check_finite(where: str, values: Tensor) -> None:
+    if not values.is_floating_point() or not values.numel():
+        return
+    if all(extreme.isfinite() for extreme in torch.aminmax(values)):
+        return
+    at = (~values.isfinite()).nonzero()[0].tolist()
+    raise BadWeights(
+        f"{where}: the value at {at} is {float(values[tuple(at)])}; weights have to be finite"
+    )
+
+
+__all__ = ["Allocate", "OnlineBlock", "in_memory", "with_tensors"]

@@ -1,0 +1,226 @@
+"""A checkpoint that is quantized while it is loaded: the float model never exists."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from moepack.errors import NoMoEBlock, UnsupportedError
+from moepack.families import FoundBlock, find_blocks
+from moepack.online.blocks import Allocate, OnlineBlock, in_memory
+from moepack.online.filling import Filled, Filling, shortened
+from moepack.online.methods import OnlineMethod, method_for
+from moepack.online.sources import Dummy, SafetensorsDirectory, Source
+from moepack.placement import put
+from moepack.planner import Plan, plan_blocks
+from moepack.schemes import Scheme
+
+LoadFormat = Literal["safetensors", "dummy"]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How blocks are quantized. `methods` replaces the arithmetic of schemes, by their names."""
+
+    scheme: str | Scheme = "int4-g32"
+    exclude: Sequence[str] = ()
+    recipe: Mapping[str, str] | None = None
+    router: Literal["auto", "outside"] = "auto"
+    sqnr_floor: float | None = None
+    threads: int | None = None
+    methods: Mapping[str, OnlineMethod] = field(default_factory=dict)
+
+    @property
+    def workers(self) -> int:
+        return self.threads or len(os.sched_getaffinity(0))
+
+
+@dataclass
+class Loaded:
+    """`model` is the root; `worst_db` by block path is the worst matrix's SQNR of weights."""
+
+    model: nn.Module
+    plan: Plan
+    worst_db: dict[str, float] = field(default_factory=dict)
+    unexpected: list[str] = field(default_factory=list)
+
+
+def load(
+    directory: str | Path,
+    settings: Settings | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    load_format: LoadFormat = "safetensors",
+    progress: Progress | None = None,
+) -> Loaded:
+    """Builds the model of a checkpoint directory, packing its experts as they are read.
+
+    Peak anonymous memory is the result and about one layer. FP8 and MXFP4 weights are dequantized
+    exactly before they are packed. `load_format="dummy"` reads config.json alone and draws random
+    weights. Raises NoMoEBlock, UnsupportedError, BadWeights (names, shapes, values),
+    VerificationError (the SQNR floor).
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    model = meta_model(config, dtype)
+    source: Source = (
+        Dummy(model) if load_format == "dummy" else SafetensorsDirectory(Path(directory))
+    )
+    return fill(model, source, settings or Settings(), progress=progress)
+
+
+def meta_model(config: Any, dtype: torch.dtype, model_class: Any = None) -> nn.Module:
+    """The model of a config without weights; parameters that stay in fp32 are declared so."""
+    import transformers
+
+    named = (config.architectures or [""])[0]
+    model_class = model_class or getattr(transformers, named, None)
+    with torch.device("meta"):
+        if model_class is None:
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        else:
+            model = model_class._from_config(config, dtype=dtype)
+    _keep_in_fp32(model, model._get_dtype_plan(dtype))
+    built: nn.Module = model.eval()
+    return built
+
+
+def fill(
+    model: nn.Module,
+    source: Source,
+    settings: Settings,
+    *,
+    allocate: Allocate = in_memory,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Fills a model on the meta device. The result's parts are the model's own modules."""
+    blocks, decided = online_blocks(model, settings, allocate)
+    loaded = Loaded(model, decided)
+
+    def apply(filled: Filled) -> None:
+        for name, tensor in filled.tensors.items():
+            set_tensor(loaded.model, name, tensor)
+        for block, new in filled.packed:
+            loaded.worst_db[block.path] = block.worst_db
+            _zero_what_is_unknown(new)
+            loaded.model = put(loaded.model, block.found, block.spec, new)
+        if progress is not None:
+            done = sum(group.is_done for group in filling.groups.values())
+            progress(f"packing {filled.group.name}", done, len(filling.groups))
+
+    filling = Filling(model, blocks, apply, source.names)
+    blocks.clear()
+    if source.names is not None:
+        filling.check_names()
+    for stored in source:
+        filling.add(stored)
+    filling.end()
+    loaded.unexpected = filling.unexpected
+    if loaded.unexpected:
+        warnings.warn(
+            f"tensors that the model does not have: {shortened(loaded.unexpected)}", stacklevel=3
+        )
+    filling.require_everything()
+    finish_buffers(loaded.model)
+    return loaded
+
+
+def online_blocks(
+    model: nn.Module, settings: Settings, allocate: Allocate = in_memory
+) -> tuple[list[OnlineBlock], Plan]:
+    """Every block that is going to be packed. Raises as `quantize_` does, before any work."""
+    found = find_blocks(model)
+    decided = plan_blocks(
+        model,
+        found,
+        settings.scheme,
+        exclude=settings.exclude,
+        recipe=settings.recipe,
+        router=settings.router,
+    )
+    _refuse(model, decided)
+    return [
+        _online_block(block, decided, index, settings, allocate)
+        for index, block in enumerate(found)
+        if decided.blocks[index].action == "replace"
+    ], decided
+
+
+def _online_block(
+    block: FoundBlock, decided: Plan, index: int, settings: Settings, allocate: Allocate
+) -> OnlineBlock:
+    decision = decided.blocks[index]
+    method = settings.methods.get(decision.scheme) or method_for(decision.scheme)
+    return OnlineBlock(block, decision, method, allocate, settings.sqnr_floor, settings.workers)
+
+
+def _refuse(model: nn.Module, decided: Plan) -> None:
+    if decided.refused:
+        first = decided.refused[0]
+        reasons = "; ".join(
+            f"{b.path or '(root)'} ({b.block_class}): {b.why}" for b in decided.refused
+        )
+        raise UnsupportedError(
+            f"{len(decided.refused)} MoE blocks cannot be packed: {reasons}. To leave them as they "
+            f"are, name them: exclude=[{first.path!r}, ...]"
+        )
+    if not decided.blocks:
+        raise NoMoEBlock(f"{type(model).__name__} holds no MoE block: nothing to quantize")
+
+
+@torch.no_grad()
+def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts a parameter or buffer in the place of the one on the meta device."""
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if leaf in owner._parameters:
+        old = owner._parameters[leaf]
+        value = tensor if old is None else tensor.to(old.dtype)
+        tensor = nn.Parameter(value, requires_grad=False)
+        owner._parameters[leaf] = tensor
+    else:
+        owner._buffers[leaf] = tensor
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def finish_buffers(model: Any) -> None:
+    """Computes the buffers that no checkpoint holds, as the library does, and ties weights."""
+    missing = {
+        name for name, tensor in model.state_dict().items() if tensor.device.type == "meta"
+    } - set(getattr(model, "all_tied_weights_keys", None) or ())
+    if not hasattr(model, "_initialize_missing_keys"):
+        return
+    for module in model.modules():
+        if getattr(type(module), "is_moepack_module", False):
+            module._is_hf_initialized = True
+    model._move_missing_keys_from_meta_to_device(missing, {"": "cpu"}, None, None)
+    model._initialize_missing_keys(False)
+    model.tie_weights()
+    model.requires_grad_(False)
+
+
+def _keep_in_fp32(model: nn.Module, plan: Mapping[str, torch.dtype]) -> None:
+    if not plan:
+        return
+    from transformers.core_model_loading import build_glob_alternation
+
+    pattern, _, _ = build_glob_alternation(list(plan))
+    for name, parameter in model.named_parameters():
+        if pattern.search(name):
+            parameter.data = parameter.data.to(torch.float32)
+
+
+def _zero_what_is_unknown(module: nn.Module) -> None:
+    """Buffers that the checkpoint does not hold, such as a bias for selection, start at zero."""
+    for buffer in module.buffers(recurse=False):
+        if buffer.is_floating_point() and bool(buffer.isnan().all()):
+            buffer.zero_()

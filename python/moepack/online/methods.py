@@ -1,0 +1,102 @@
+"""What a float matrix becomes: a method is the arithmetic of a format, and nothing else.
+
+Collecting weights, knowing when a layer is complete and keeping the result are `blocks`' and
+`filling`'s. A new format is a subclass and a row of `METHODS`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moepack import packing, quantizer
+from moepack.errors import UnsupportedError, VerificationError
+from moepack.quantizer import QuantizedMatrix
+from moepack.schemes import Scheme
+from moepack.schemes import scheme as scheme_of
+from moepack.verification import SQNR_FLOOR_DB
+
+
+class OnlineMethod(ABC):
+    """Turns a matrix [N, K] into the codes and scales of `scheme`, which names its kernel."""
+
+    def __init__(self, scheme: str | Scheme) -> None:
+        self.scheme = scheme_of(scheme)
+
+    @abstractmethod
+    def quantize(self, weight: Tensor, where: str) -> QuantizedMatrix:
+        """Raises BadWeights, naming `where`, row and column, on a weight that is not finite."""
+
+    def floor_db(self) -> float:
+        """The least signal to quantization noise that a sound matrix has."""
+        return SQNR_FLOOR_DB[self.scheme.bits]
+
+
+class IntegerMethod(OnlineMethod):
+    """INT4 and INT8 in groups, by `quantizer.quantize`."""
+
+    def __init__(self, scheme: str | Scheme, rule: quantizer.Rule = "search") -> None:
+        super().__init__(scheme)
+        self.rule: quantizer.Rule = rule
+
+    def quantize(self, weight: Tensor, where: str) -> QuantizedMatrix:
+        return quantizer.quantize(weight, self.scheme, self.rule, where)
+
+
+# By the cell of the scheme: groups of any size share the arithmetic.
+METHODS: dict[str, Callable[[Scheme], OnlineMethod]] = {
+    "int4": IntegerMethod,
+    "int8": IntegerMethod,
+}
+
+
+def method_for(scheme: str | Scheme) -> OnlineMethod:
+    """The method of a scheme. Raises UnsupportedError where there is none."""
+    found = scheme_of(scheme)
+    if found.cell not in METHODS:
+        raise UnsupportedError(
+            f"scheme {found.name!r} cannot be made while loading; supported cells: "
+            f"{', '.join(METHODS)}"
+        )
+    return METHODS[found.cell](found)
+
+
+def pack_into(
+    destination: Tensor,
+    method: OnlineMethod,
+    weight: Tensor,
+    row_order: packing.RowOrder,
+    where: str,
+    floor_db: float | None = None,
+) -> float:
+    """Quantizes and packs one matrix into `destination`, uint8 [bytes]; returns its SQNR in dB.
+
+    Raises VerificationError if that is below the floor: there is no original block to compare with
+    while loading, so every matrix is compared with its own weights.
+    """
+    matrix = method.quantize(weight, where)
+    found = sqnr_db(weight, matrix)
+    floor = method.floor_db() if floor_db is None else floor_db
+    if found < floor:
+        raise VerificationError(
+            f"{where}: {method.scheme.name} leaves {found:.1f} dB SQNR; the floor is {floor:g} dB. "
+            "Use a finer scheme for this block, or lower the floor: sqnr_floor=..."
+        )
+    destination.copy_(packing.pack(matrix, row_order))
+    return found
+
+
+def sqnr_db(weight: Tensor, matrix: QuantizedMatrix) -> float:
+    """Signal to quantization noise of the weights: infinite without noise, 0 / 0 included."""
+    # In units of the matrix's own exponent: squares of faint weights underflow.
+    exponent = torch.tensor(-matrix.exponent)
+    exact = torch.ldexp(weight.float(), exponent)
+    noise = (torch.ldexp(matrix.dequantize(), exponent) - exact).square().sum(dtype=torch.float64)
+    signal = exact.square().sum(dtype=torch.float64)
+    if float(noise) == 0.0:
+        return math.inf
+    return 10.0 * math.log10(float(signal / noise)) if float(signal) > 0.0 else -math.inf
