@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from moepack.exporter import export
+    from moepack.families import register_family
     from moepack.modules import QuantizedExperts, QuantizedMoEFFN
     from moepack.planner import plan
     from moepack.transform import dequantize_, quantize_, replace_moe_with_quantized_op
@@ -20,6 +21,7 @@ __all__ = [
     "export",
     "dequantize_",
     "replace_moe_with_quantized_op",
+    "register_family",
     "QuantizedMoEFFN",
     "QuantizedExperts",
     "__version__",
@@ -31,6 +33,7 @@ _HOMES = {
     "export": "exporter",
     "dequantize_": "transform",
     "replace_moe_with_quantized_op": "transform",
+    "register_family": "families",
     "QuantizedMoEFFN": "modules",
     "QuantizedExperts": "modules",
 }

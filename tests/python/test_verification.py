@@ -121,7 +121,7 @@ def test_the_bias_that_a_block_adds_to_its_sum() -> None:
     class Doubling(type(block)):  # type: ignore[misc]
         def forward(self, layer_input: Tensor) -> Tensor:
             y: Tensor = super().forward(layer_input)
-            return y + self.bias
+            return y + self.get_parameter("bias")
 
     block.__class__ = Doubling
     with pytest.raises(VerificationError, match="the router"):

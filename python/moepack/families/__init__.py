@@ -1,24 +1,16 @@
 """Finding every MoE block of a model and reading it into one neutral form.
 
 A new model that uses standard experts costs nothing; another shape of code costs one file with
-`NAME`, `is_candidate(module)` and `read(module)`, and a row below.
+`NAME`, `is_candidate(module)` and `read(module)`, here or in a package of its own.
 """
 
 from __future__ import annotations
 
 import re
-from types import ModuleType
 
 from torch import nn
 
-from moepack.families import (
-    dbrx,
-    executorch,
-    huggingface,
-    input_weighted,
-    module_list,
-    parallel_linears,
-)
+from moepack.families.registry import Family, families, register_family
 from moepack.families.spec import (
     BlockSpec,
     Combination,
@@ -26,16 +18,7 @@ from moepack.families.spec import (
     FoundBlock,
     Oracle,
     RouterSpec,
-)
-
-# The first one that sees experts reads them: special shapes of code come before general ones.
-FAMILIES: tuple[ModuleType, ...] = (
-    executorch,
-    module_list,
-    input_weighted,
-    dbrx,
-    parallel_linears,
-    huggingface,
+    place_as,
 )
 
 # Classes named like an MoE block in which no family sees experts are reported, not passed over.
@@ -62,7 +45,7 @@ def find_blocks(model: nn.Module) -> list[FoundBlock]:
 def _read(path: str, module: nn.Module) -> FoundBlock | None:
     if is_replacement(module):
         return None
-    for family in FAMILIES:
+    for family in families():
         if family.is_candidate(module):
             left_out = getattr(family, "left_out", None)
             if left_out is not None and (why := left_out(module)):
@@ -81,7 +64,7 @@ def _looks_like_a_block(module: nn.Module) -> bool:
     return _NAMED_LIKE_A_BLOCK.search(type(module).__name__) is not None and not any(
         family.is_candidate(inner) or is_replacement(inner)
         for inner in module.modules()
-        for family in FAMILIES
+        for family in families()
     )
 
 
@@ -94,9 +77,12 @@ __all__ = [
     "BlockSpec",
     "Combination",
     "ExpertsSpec",
+    "Family",
     "FoundBlock",
     "Oracle",
     "RouterSpec",
     "find_blocks",
     "is_replacement",
+    "place_as",
+    "register_family",
 ]
