@@ -120,8 +120,8 @@ def test_the_bias_that_a_block_adds_to_its_sum() -> None:
 
     class Doubling(type(block)):  # type: ignore[misc]
         def forward(self, layer_input: Tensor) -> Tensor:
-            y: Tensor = super().forward(layer_input)
-            return y + self.get_parameter("bias")
+            y: Tensor = super().forward(layer_input) + self.get_parameter("bias")
+            return y
 
     block.__class__ = Doubling
     with pytest.raises(VerificationError, match="the router"):
