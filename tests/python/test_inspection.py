@@ -11,12 +11,13 @@ from safetensors.torch import save_file
 
 import moepack
 from made_programs import SQNR_FLOOR_DB, checkpoint, copied, exported
-from moepack import inspection, packing, quantizer
+from moepack import packing, quantizer
 from moepack.checkpoint import load_model, save_packed
 from moepack.errors import MoePackError
 from moepack.inspection import inspect
 from moepack.manifest import PROGRAM
 from moepack.program_file import open_program
+from moepack.runtime import executorch_runtime
 
 
 def made_blob() -> torch.Tensor:
@@ -50,7 +51,7 @@ def test_directory_shows_what_was_exported() -> None:
 
 
 def test_kernels_that_are_missing_here_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = inspection.executorch_runtime()
+    real = executorch_runtime()
 
     class Poor:
         class operator_registry:  # noqa: N801
@@ -65,13 +66,13 @@ def test_kernels_that_are_missing_here_are_named(monkeypatch: pytest.MonkeyPatch
             raise MoePackError("the library was not built here")
         return Poor
 
-    monkeypatch.setattr(inspection, "executorch_runtime", runtime)
+    monkeypatch.setattr("moepack.inspection.executorch_runtime", runtime)
     assert inspect(exported() / PROGRAM).missing == ["moepack::quantized_moe_ffn.out"]
 
     def absent(**_: bool) -> Any:
         raise ImportError("executorch")
 
-    monkeypatch.setattr(inspection, "executorch_runtime", absent)
+    monkeypatch.setattr("moepack.inspection.executorch_runtime", absent)
     assert "moepack::quantized_moe_ffn.out" in inspect(exported() / PROGRAM).missing
 
 
