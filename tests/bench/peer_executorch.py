@@ -5,10 +5,10 @@ from __future__ import annotations
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401
 import torch
 from layers import GROUP, Floats, Layer, Matrix, Work
-from universal import pack_universal
 
 from moepack.quantizer import QuantizedMatrix
 from moepack.schemes import scheme
+from moepack.torchao_layout import pack_universal
 
 
 class Peer:

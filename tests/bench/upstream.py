@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from universal import pack_universal
 
 from moepack import ops
 from moepack.packing import pack
 from moepack.quantizer import QuantizedMatrix
 from moepack.schemes import scheme
+from moepack.torchao_layout import pack_universal
 
 D, F, E, K = 2048, 768, 128, 8
 SCHEME = scheme("int4-g32")
