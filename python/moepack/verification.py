@@ -21,8 +21,9 @@ from moepack.reference import float_mode
 from moepack.schemes import scheme
 
 ADAPTER_TOLERANCE = 1e-4
-# Far below what sound weights give (about 18 and 33 dB): a floor finds faults, not roughness.
-SQNR_FLOOR_DB = {4: 10.0, 8: 20.0}
+# A floor finds faults (3 dB and less), not roughness: sound weights give about 18 and 33 dB, and the
+# worst expert of a tiny random model, on its two tokens, has been seen at 9.
+SQNR_FLOOR_DB = {4: 6.0, 8: 15.0}
 
 _ROUTER_TOKENS = 256
 _TOKENS_PER_EXPERT = 2

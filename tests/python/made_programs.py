@@ -19,7 +19,6 @@ from moepack.exporter import export
 VOCAB = 320
 CONTEXT = 64
 # Random experts of width 32 are rougher than trained ones: what the floor is for does not apply.
-SQNR_FLOOR_DB = 3.0
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -157,7 +156,6 @@ def _exported(family: str) -> Path:
         linear="float",
         embedding="float",
         logits="all",
-        sqnr_floor=SQNR_FLOOR_DB,
     )
     return out
 

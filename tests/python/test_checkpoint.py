@@ -11,7 +11,6 @@ import torch
 import moepack
 from made_programs import (
     FAMILIES,
-    SQNR_FLOOR_DB,
     checkpoint,
     copied,
     made_model,
@@ -27,7 +26,7 @@ IDS = torch.arange(3, 20)[None]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_checkpoint_gives_the_same_bits(family: str, router: str, tmp_path: Path) -> None:
     model = load_model(checkpoint(family))
-    moepack.quantize_(model, router=router, sqnr_floor=SQNR_FLOOR_DB)  # type: ignore[arg-type]
+    moepack.quantize_(model, router=router)  # type: ignore[arg-type]
     out = save_packed(model, checkpoint(family), tmp_path / "packed")
     loaded = load_model(out)
     with torch.inference_mode():
@@ -41,7 +40,7 @@ def test_tied_tensors_are_stored_once_and_tied_again(tmp_path: Path) -> None:
     model = made_model("qwen3_moe", tie_word_embeddings=True)
     source = write_checkpoint(model, tmp_path / "model")
     loaded = load_model(source)
-    moepack.quantize_(loaded, sqnr_floor=SQNR_FLOOR_DB)
+    moepack.quantize_(loaded)
     again = load_model(save_packed(loaded, source, tmp_path / "packed"))
     assert json.loads((tmp_path / "packed" / PACKED_FILE).read_text(encoding="utf-8"))["ties"]
     assert again.lm_head.weight.data_ptr() == again.model.embed_tokens.weight.data_ptr()
@@ -78,7 +77,7 @@ def test_damaged_checkpoint_is_one_line(tmp_path: Path, name: str) -> None:
 
 def test_newer_packed_format_is_refused(tmp_path: Path) -> None:
     model = load_model(checkpoint("mixtral"))
-    moepack.quantize_(model, sqnr_floor=SQNR_FLOOR_DB)
+    moepack.quantize_(model)
     out = save_packed(model, checkpoint("mixtral"), tmp_path / "packed")
     content = json.loads((out / PACKED_FILE).read_text(encoding="utf-8"))
     (out / PACKED_FILE).write_text(json.dumps(content | {"format": 99}), encoding="utf-8")

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from made_programs import CONTEXT, SQNR_FLOOR_DB, checkpoint, copied, exported
+from made_programs import CONTEXT, checkpoint, copied, exported
 from moepack import cli
 
-FLOOR = ["--sqnr-floor", str(SQNR_FLOOR_DB)]
 COMMANDS = {"plan", "quantize", "export", "run", "eval", "bench", "inspect", "doctor", "demo"}
 
 
@@ -55,7 +54,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_quantize_then_evaluate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "packed"
-    done = json_of(capsys, "quantize", checkpoint("mixtral"), "-o", out, *FLOOR)
+    done = json_of(capsys, "quantize", checkpoint("mixtral"), "-o", out)
     assert [block["path"] for block in done["blocks"]] == ["model.layers.0.mlp"]
     text = tmp_path / "text.txt"
     text.write_text("each expert knew its own part. " * 20, encoding="utf-8")
@@ -161,7 +160,7 @@ def test_importing_the_command_line_loads_no_torch() -> None:
 @pytest.mark.slow
 def test_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = json_of(capsys, "export", checkpoint("olmoe"), "-o", out, *FLOOR)
+    done = json_of(capsys, "export", checkpoint("olmoe"), "-o", out)
     assert done["options"]["linear"] == "8da4w"
     assert (out / "model.pte").is_file()
     code, _, err = call(capsys, "export", checkpoint("olmoe"), "-o", out)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import moepack
-from made_programs import SQNR_FLOOR_DB, checkpoint, exported
+from made_programs import checkpoint, exported
 from moepack import demo
 from moepack.checkpoint import load_model
 from moepack.demo import checks
@@ -22,7 +22,7 @@ from moepack.tokenizer import Tokenizer
 def test_token_check_finds_another_model() -> None:
     program, prompt = Program.load(exported("qwen3_moe")), [5, 6, 7]
     model = load_model(checkpoint("qwen3_moe"))
-    moepack.quantize_(model, sqnr_floor=SQNR_FLOOR_DB)
+    moepack.quantize_(model)
     assert checks.token_check(model, program, prompt, 20).passed
     model.lm_head.weight.data.mul_(-1)
     check = checks.token_check(model, program, prompt, 20)

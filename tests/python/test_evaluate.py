@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import moepack
-from made_programs import CONTEXT, SQNR_FLOOR_DB, VOCAB, checkpoint, exported
+from made_programs import CONTEXT, VOCAB, checkpoint, exported
 from moepack.checkpoint import load_model
 from moepack.errors import MoePackError
 from moepack.evaluate import open_model, perplexity
@@ -65,7 +65,7 @@ def test_program_and_eager_packed_model_agree() -> None:
     ids = torch.randint(3, VOCAB, (150,), generator=torch.Generator().manual_seed(0)).tolist()
     model = load_model(checkpoint("qwen3_moe"))
     floating = perplexity(model, ids, window=CONTEXT)
-    moepack.quantize_(model, sqnr_floor=SQNR_FLOOR_DB)
+    moepack.quantize_(model)
     eager = perplexity(model, ids, window=CONTEXT)
     program = perplexity(Program.load(exported("qwen3_moe")), ids, window=CONTEXT)
     assert math.isclose(program.value, eager.value, rel_tol=2e-3)

@@ -15,7 +15,6 @@ import moepack
 from made_programs import (
     CONTEXT,
     FAMILIES,
-    SQNR_FLOOR_DB,
     VOCAB,
     checkpoint,
     exported,
@@ -40,7 +39,7 @@ PROMPT = list(range(3, 20))
 
 def packed_model(family: str) -> Any:
     model = load_model(checkpoint(family))
-    moepack.quantize_(model, sqnr_floor=SQNR_FLOOR_DB)
+    moepack.quantize_(model)
     return model
 
 
@@ -105,7 +104,7 @@ def test_default_export_of_sizes_that_fit_no_group(tmp_path: Path) -> None:
     model = made_model("qwen3_moe", **sizes, tie_word_embeddings=True)
     source = write_checkpoint(model, tmp_path / "model")
     out = tmp_path / "out"
-    result = export(source, out, sqnr_floor=SQNR_FLOOR_DB)
+    result = export(source, out)
     layers = result.manifest.layers
     assert layers["model.embed_tokens"] == "int8"
     assert layers["lm_head"] == "8da8w"
@@ -162,7 +161,7 @@ def test_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(lowering, "write_program", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        export(checkpoint("qwen3_moe"), tmp_path / "out", sqnr_floor=SQNR_FLOOR_DB)
+        export(checkpoint("qwen3_moe"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -231,7 +230,6 @@ def test_window_shorter_than_the_export_is_refused_and_is_the_default_length(
             linear="float",
             embedding="float",
             max_seq_len=25,
-            sqnr_floor=SQNR_FLOOR_DB,
         )
     lengths = []
 
@@ -261,14 +259,14 @@ def test_int8_embedding_is_within_half_a_step(tmp_path: Path) -> None:
 def test_routers_that_stay_outside_keep_their_precision() -> None:
     model = made_model("qwen3_moe")
     assert router_paths(model) == frozenset()
-    moepack.quantize_(model, router="outside", sqnr_floor=SQNR_FLOOR_DB)
+    moepack.quantize_(model, router="outside")
     assert router_paths(model) == {"model.layers.0.mlp.gate", "model.layers.1.mlp.gate"}
 
 
 @pytest.mark.slow
 def test_router_outside_runs_as_the_eager_model_does(tmp_path: Path) -> None:
     model = load_model(checkpoint("qwen3_moe"))
-    moepack.quantize_(model, router="outside", sqnr_floor=SQNR_FLOOR_DB)
+    moepack.quantize_(model, router="outside")
     export(model, tmp_path / "out", linear="float", embedding="float")
     program = Program.load(tmp_path / "out")
     eager = greedy_tokens(model, PROMPT, 12, program.eos_ids)
@@ -278,6 +276,6 @@ def test_router_outside_runs_as_the_eager_model_does(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_default_options_of_every_family(family: str, tmp_path: Path) -> None:
-    export(checkpoint(family), tmp_path / "out", sqnr_floor=SQNR_FLOOR_DB)
+    export(checkpoint(family), tmp_path / "out")
     program = Program.load(tmp_path / "out")
     assert len(list(Generation(program, PROMPT, max_new_tokens=8))) <= 8

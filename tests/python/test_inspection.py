@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import moepack
-from made_programs import SQNR_FLOOR_DB, checkpoint, copied, exported
+from made_programs import checkpoint, copied, exported
 from moepack import packing, quantizer
 from moepack.checkpoint import load_model, save_packed
 from moepack.errors import MoePackError
@@ -114,7 +114,7 @@ def test_blob_shows_its_header_and_damage(tmp_path: Path) -> None:
 
 def test_packed_checkpoint_and_safetensors(tmp_path: Path) -> None:
     model = load_model(checkpoint("qwen3_moe"))
-    moepack.quantize_(model, sqnr_floor=SQNR_FLOOR_DB)
+    moepack.quantize_(model)
     out = save_packed(model, checkpoint("qwen3_moe"), tmp_path / "packed")
     for found in (inspect(out, verify=True), inspect(out / "model.safetensors", verify=True)):
         assert found.problems == []

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 import moepack
-from made_programs import SQNR_FLOOR_DB, checkpoint, exported
+from made_programs import checkpoint, exported
 from moepack import report
 from moepack.checkpoint import empty_model, load_model
 from moepack.demo import Sample, Sizes
@@ -38,7 +38,7 @@ def test_plan_names_blocks_and_bytes() -> None:
 
 def test_replacements_show_their_sqnr() -> None:
     model = load_model(checkpoint("qwen3_moe"))
-    done = moepack.quantize_(model, sqnr_floor=SQNR_FLOOR_DB)
+    done = moepack.quantize_(model)
     text = printed(done)
     for block in done.blocks:
         assert f"{block.sqnr_db:.2f} dB" in text
