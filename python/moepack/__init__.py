@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from moepack.exporter import export
     from moepack.families import register_family
     from moepack.modules import QuantizedExperts, QuantizedMoEFFN
+    from moepack.online.reload import reload_weights
+    from moepack.online.serving import serving
     from moepack.planner import plan
     from moepack.transform import dequantize_, quantize_, replace_moe_with_quantized_op
 
@@ -21,6 +23,8 @@ __all__ = [
     "export",
     "dequantize_",
     "replace_moe_with_quantized_op",
+    "reload_weights",
+    "serving",
     "register_family",
     "QuantizedMoEFFN",
     "QuantizedExperts",
@@ -34,6 +38,8 @@ _HOMES = {
     "dequantize_": "transform",
     "replace_moe_with_quantized_op": "transform",
     "register_family": "families",
+    "reload_weights": "online.reload",
+    "serving": "online.serving",
     "QuantizedMoEFFN": "modules",
     "QuantizedExperts": "modules",
 }

@@ -7,6 +7,7 @@ work. Casts such as `.to(torch.bfloat16)` and `.half()` never touch the values o
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from moepack import ops, packing
 from moepack.attributes import ExpertAttributes, RoutingAttributes
 from moepack.errors import UnsupportedError
 from moepack.schemes import scheme
+from moepack.weight_lock import WeightLock
 
 
 class PackedExperts(nn.Module):
@@ -47,13 +49,22 @@ class PackedExperts(nn.Module):
         self.hidden_dim = attributes.hidden_dim
         self.num_experts = packed_w13.shape[0]
         self.scheme = attributes.scheme
+        self.lock = WeightLock()  # held by calls, and by who replaces the weights meanwhile
         self.register_buffer("packed_w13", packed_w13)
         self.register_buffer("packed_w2", packed_w2)
         self._register("bias13", _fp32(bias13))
         self._register("bias2", _fp32(bias2))
 
+    def reading(self) -> AbstractContextManager[None]:
+        """Holds the weights as they are; a graph that is being traced cannot."""
+        return nullcontext() if torch.compiler.is_compiling() else self.lock.reading()
+
     def experts(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """x [T, D], ids int64 and weights fp32 [T, K] -> [T, D] in the dtype of x."""
+        with self.reading():
+            return self._experts(x, topk_ids, topk_weights)
+
+    def _experts(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         a = self.attributes
         return ops.quantized_experts(
             x,
@@ -170,11 +181,16 @@ class QuantizedMoEFFN(PackedExperts):
         x = hidden_states.reshape(-1, self.dim)
         shared = self.get_submodule(self.shared_name) if self.shared_name else None
         gate = self.get_submodule(self.shared_gate_name) if self.shared_gate_name else None
-        y = combine(x, self.routed(x), shared, gate)
+        with self.reading():
+            y = combine(x, self.routed(x), shared, gate)
         return y if self.returns == "flat" else y.view(hidden_states.shape)
 
     def routed(self, x: Tensor, router_x: Tensor | None = None) -> Tensor:
         """The routed experts' part: x [T, D] -> [T, D]; router_x [T, D] where it is not x."""
+        with self.reading():
+            return self._routed(x, router_x)
+
+    def _routed(self, x: Tensor, router_x: Tensor | None) -> Tensor:
         r, a = self.routing, self.attributes
         return ops.quantized_moe_ffn(
             x,

@@ -53,7 +53,7 @@ class OnlineBlock:
         self.worst_db = float("inf")
         self._allocate, self._floor_db, self._threads = allocate, floor_db, threads
         self._packed: tuple[Tensor, Tensor] | None = None
-        self._done: set[int] = set()
+        self.done: set[int] = set()
         self._slots: queue.SimpleQueue[_Slot] | None = None
 
     @property
@@ -78,23 +78,29 @@ class OnlineBlock:
             self._convert_ready(self.found.module, units)
 
     @torch.no_grad()
-    def finish(self, units: Mapping[str, Unit], values: Mapping[str, Tensor]) -> PackedExperts:
+    def finish(
+        self, units: Mapping[str, Unit], values: Mapping[str, Tensor], *, partial: bool = False
+    ) -> PackedExperts:
         """The packed module, when everything has come.
 
         `values`: the tensors by names below the block, without stacks that come expert by expert.
         Names that are in neither are held by no checkpoint: what is computed from them is NaN.
+        `partial`: experts that did not come are left out; `done` are those that are packed.
         """
         for name, tensor in values.items():
             _check_finite(f"{self.where} {name}", tensor)
         self._set_values(values)
         self._convert_ready(self.found.module, units)
-        if not self.stacks or len(self._done) < self.spec.experts.num_experts:
+        has_all = self.stacks.keys() <= values.keys() and (
+            self.stacks or self.needs <= values.keys()
+        )
+        if len(self.done) < self.spec.experts.num_experts and (has_all or not partial):
             self._convert_all(_spec_of(self.found.module).packed_experts(self._is_fused))
         spec = _spec_of(self.found.module)
         self.spec = spec
-        assert self._packed is not None
         biases = stacked_biases(spec.packed_experts(self._is_fused))
-        packed = PackedTensors(*self._packed, *biases)
+        packed = PackedTensors(*self._results(), *biases)
+        self._slots = self._packed = None  # the module alone holds the result from here on
         return build(spec, self.decision, self.found.module, packed)
 
     @property
@@ -120,7 +126,7 @@ class OnlineBlock:
         ready = [
             e
             for e in range(self.spec.experts.num_experts)
-            if e not in self._done and all(unit.has(e) for unit in stacks.values())
+            if e not in self.done and all(unit.has(e) for unit in stacks.values())
         ]
         if not ready:
             return
@@ -144,7 +150,7 @@ class OnlineBlock:
                 unit.forget(expert)
 
     def _convert_all(self, experts: ExpertsSpec) -> None:
-        todo = [e for e in range(experts.num_experts) if e not in self._done]
+        todo = [e for e in range(experts.num_experts) if e not in self.done]
         self._note(todo, lambda expert: self._convert(experts, expert))
 
     def _note(self, experts: Iterable[int], convert: Callable[[int], float]) -> None:
@@ -157,7 +163,7 @@ class OnlineBlock:
             with ThreadPoolExecutor(self._threads) as pool:
                 found = list(pool.map(convert, chosen))
         self.worst_db = min(self.worst_db, *found)
-        self._done.update(chosen)
+        self.done.update(chosen)
 
     def _results(self) -> tuple[Tensor, Tensor]:
         if self._packed is None:

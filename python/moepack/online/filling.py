@@ -31,6 +31,7 @@ class Group:
     blocks: list[OnlineBlock] = field(default_factory=list)
     units: dict[str, Unit] = field(default_factory=dict)
     error: MoePackError | None = None
+    halves: list[str] = field(default_factory=list)
     is_done: bool = False
 
     def complete_names(self) -> set[str]:
@@ -60,6 +61,7 @@ class Filling:
     """`apply` gets every group when it is complete, once.
 
     `names`: all stored names, if known. `keeps_going`: errors stay with their group, for the end.
+    `partial`: at the end, groups of which something is missing are applied with what came.
     """
 
     def __init__(
@@ -70,11 +72,13 @@ class Filling:
         names: frozenset[str] | None = None,
         *,
         keeps_going: bool = False,
+        partial: bool = False,
     ) -> None:
         self.mapping = NameMapping(model)
         self.unexpected: list[str] = []
         self.groups: dict[str, Group] = {}
         self._apply, self._keeps_going, self._names = apply, keeps_going, names
+        self._partial = partial
         self._decoder = Decoder(names)
         self._home: dict[str, tuple[OnlineBlock, str]] = {}
         self._group_of: dict[str, Group] = {}
@@ -130,19 +134,20 @@ class Filling:
                     self.unexpected.append(tensor.name)
                 continue
             group = self._group_of[target.name]
+            if group.error is not None:
+                continue
             with _Errors(group, self._keeps_going):
                 if group.is_done:
                     raise BadWeights(f"{tensor.name} came after its layer was complete")
                 self._unit(target).add(tensor, target.pattern)
-                if group.error is None:
-                    self._advance(group)
+                self._advance(group)
 
     def end(self) -> None:
         """Nothing more comes: finishes the groups of which only what may be missing is missing."""
         for group in self.groups.values():
             if not group.is_done and group.error is None and group.units:
                 with _Errors(group, self._keeps_going):
-                    if not group.missing():
+                    if self._partial or not group.missing():
                         self._finish(group)
 
     def require_everything(self) -> None:
@@ -157,8 +162,10 @@ class Filling:
         for group in self.groups.values():
             if group.error is not None:
                 found[group.name] = [str(group.error)]
-            elif not group.is_done and (missing := group.missing()):
+            elif not group.is_done and not self._partial and (missing := group.missing()):
                 found[group.name] = [f"missing: {shortened(missing)}"]
+            elif group.halves:
+                found[group.name] = [f"came in part: {shortened(group.halves)}"]
         if loose := self._decoder.unfinished():
             found["scales"] = loose
         return found
@@ -194,8 +201,10 @@ class Filling:
                 for name in list(plain)
                 if name in self._home and self._home[name][0] is block
             }
-            packed.append((block, block.finish(self._units_of(group, block), values)))
+            units = self._units_of(group, block)
+            packed.append((block, block.finish(units, values, partial=self._partial)))
         group.is_done = True
+        group.halves = [half for unit in group.units.values() for half in unit.halves()]
         self._apply(Filled(group, plain, packed))
         group.units.clear()
 

@@ -151,6 +151,16 @@ class Unit:
         gone = {e for p in self._patterns for e in range(self.shape[0]) if e not in self._pieces[p]}
         return [f"{self.name} expert {e}" for e in sorted(gone)]
 
+    def halves(self) -> list[str]:
+        """Parts of which some tensors came and others did not, in words."""
+        if not self._merges:
+            return [] if self.is_complete else [self.name]
+        found = [set(self._pieces[p]) for p in self._patterns]
+        return [
+            f"{self.name} expert {e}"
+            for e in sorted(set.union(*found) - found[0].intersection(*found))
+        ]
+
     def has(self, expert: int) -> bool:
         """Can this expert's part of a stack be made?"""
         index = expert if self._merges else 0

@@ -1,0 +1,1 @@
+"""Other libraries that can use moepack; each is imported only by its own module here."""
