@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from moepack import placement
 from moepack.attributes import ExpertAttributes, RoutingAttributes
 from moepack.errors import MoePackError
+from moepack.families import FoundBlock, find_blocks
 from moepack.manifest import package_versions
-from moepack.modules import PackedExperts, QuantizedExperts, QuantizedMoEFFN
+from moepack.modules import PackedExperts, QuantizedExperts, QuantizedMoEFFN, RoutedExperts
 from moepack.staging import staged
 from moepack.tokenizer import FILES as TOKENIZER_FILES
 
@@ -92,8 +94,9 @@ def _load_packed(directory: Path) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tensors = load_file(directory / _WEIGHTS)
+    found = find_blocks(model)
     for path, block in description["blocks"].items():
-        _place(model, path, block, tensors)
+        _place(model, _block_at(path, found, directory), path, block, tensors)
     for name, owner in description["ties"].items():
         tensors[name] = tensors[owner]
     model.load_state_dict(tensors, assign=True)
@@ -101,11 +104,23 @@ def _load_packed(directory: Path) -> PreTrainedModel:
     return model.requires_grad_(False)
 
 
-def _place(model: nn.Module, path: str, block: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _block_at(path: str, found: Sequence[FoundBlock], directory: Path) -> FoundBlock:
+    """The float block in which the packed module at `path` has its place."""
+    for block in found:
+        if path == block.path or path.startswith(f"{block.path}.".removeprefix(".")):
+            return block
+    raise MoePackError(f"{directory}: {path} is packed, but the model has no MoE block there")
+
+
+def _place(
+    model: nn.Module,
+    original: FoundBlock,
+    path: str,
+    block: dict[str, Any],
+    tensors: dict[str, Tensor],
+) -> None:
     """Builds the packed module of one block and puts it in the model, its tensors still empty."""
     attributes = ExpertAttributes(**block["experts"])
-    parent_path, _, name = path.rpartition(".")
-    parent = model.get_submodule(parent_path)
     has_bias13, has_bias2 = (f"{path}.{name}" in tensors for name in ("bias13", "bias2"))
     num_experts = tensors[f"{path}.packed_w13"].shape[0]
     new: PackedExperts
@@ -115,7 +130,8 @@ def _place(model: nn.Module, path: str, block: dict[str, Any], tensors: dict[str
         )
     else:
         routing = RoutingAttributes(**block["routing"])
-        routed = QuantizedMoEFFN.empty(
+        kind = RoutedExperts if block.get("in_place", False) else QuantizedMoEFFN
+        routed = kind.empty(
             num_experts,
             block["dim"],
             routing,
@@ -125,13 +141,14 @@ def _place(model: nn.Module, path: str, block: dict[str, Any], tensors: dict[str
             has_bias13=has_bias13,
             has_bias2=has_bias2,
         )
-        original = getattr(parent, name)
         routed.returns = block["returns"]
         routed.keep_shared(
-            *((n, original.get_submodule(n)) if n else None for n in block["shared"])
+            *((n, original.module.get_submodule(n)) if n else None for n in block["shared"])
         )
         new = routed
-    setattr(parent, name, new.eval())
+    if original.spec is None:
+        raise MoePackError(f"{path} is packed, but {original.refused_because}")
+    placement.put(model, original, original.spec, new.eval())
 
 
 def _blocks(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -142,6 +159,7 @@ def _blocks(model: nn.Module) -> dict[str, dict[str, Any]]:
         block = {"experts": asdict(module.attributes), "dim": module.dim, "routing": None}
         if isinstance(module, QuantizedMoEFFN):
             block["routing"] = asdict(module.routing)
+            block["in_place"] = isinstance(module, RoutedExperts)
             block["returns"] = module.returns
             block["shared"] = [module.shared_name, module.shared_gate_name]
         blocks[path] = block

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from moepack.expert_calls import IdentityExperts, NormalizedExperts
 from moepack.modules import PackedExperts, QuantizedExperts
 from moepack.transform import quantize_
 
@@ -41,6 +42,8 @@ def router_paths(model: nn.Module) -> frozenset[str]:
         if not isinstance(module, QuantizedExperts):
             continue
         block_path = path.rpartition(".")[0]
+        if isinstance(model.get_submodule(block_path), NormalizedExperts | IdentityExperts):
+            block_path = block_path.rpartition(".")[0]  # these stand between experts and block
         block = model.get_submodule(block_path)
         for name in ("gate", "router"):
             router = getattr(block, name, None)
