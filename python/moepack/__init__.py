@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from moepack.exporter import export
     from moepack.families import register_family
+    from moepack.integrations.transformers import MoePackConfig
     from moepack.modules import QuantizedExperts, QuantizedMoEFFN
     from moepack.online.reload import reload_weights
     from moepack.online.serving import serving
@@ -25,6 +26,7 @@ __all__ = [
     "replace_moe_with_quantized_op",
     "reload_weights",
     "serving",
+    "MoePackConfig",
     "register_family",
     "QuantizedMoEFFN",
     "QuantizedExperts",
@@ -40,6 +42,7 @@ _HOMES = {
     "register_family": "families",
     "reload_weights": "online.reload",
     "serving": "online.serving",
+    "MoePackConfig": "integrations.transformers",
     "QuantizedMoEFFN": "modules",
     "QuantizedExperts": "modules",
 }

@@ -103,6 +103,13 @@ class OnlineBlock:
         self._slots = self._packed = None  # the module alone holds the result from here on
         return build(spec, self.decision, self.found.module, packed)
 
+    def empty(self) -> PackedExperts:
+        """The packed module on the meta device, of a block that is there."""
+        sizes = self._sizes().values()
+        w13, w2 = (torch.empty(shape, dtype=torch.uint8, device="meta") for shape in sizes)
+        biases = stacked_biases(self.spec.packed_experts(self._is_fused))
+        return build(self.spec, self.decision, self.found.module, PackedTensors(w13, w2, *biases))
+
     @property
     def _is_fused(self) -> bool:
         return self.decision.router == "fused"
@@ -165,18 +172,19 @@ class OnlineBlock:
         self.worst_db = min(self.worst_db, *found)
         self.done.update(chosen)
 
+    def _sizes(self) -> dict[str, tuple[int, int]]:
+        experts, scheme = self.spec.experts, self.method.scheme
+        attributes, dim = experts.attributes, experts.model_dim
+        bytes13 = packing.packed_bytes(scheme, attributes.rows13, dim, attributes.row_order13)
+        bytes2 = packing.packed_bytes(scheme, dim, experts.inner_dim, "plain")
+        return {
+            "packed_w13": (experts.num_experts, bytes13),
+            "packed_w2": (experts.num_experts, bytes2),
+        }
+
     def _results(self) -> tuple[Tensor, Tensor]:
         if self._packed is None:
-            experts = self.spec.experts
-            e, attributes = experts.num_experts, experts.attributes
-            scheme, dim, inner = self.method.scheme, experts.model_dim, experts.inner_dim
-            sizes = {
-                "packed_w13": packing.packed_bytes(
-                    scheme, attributes.rows13, dim, attributes.row_order13
-                ),
-                "packed_w2": packing.packed_bytes(scheme, dim, inner, "plain"),
-            }
-            w13, w2 = (self._allocate(self.path, name, (e, size)) for name, size in sizes.items())
+            w13, w2 = (self._allocate(self.path, n, shape) for n, shape in self._sizes().items())
             self._packed = (w13, w2)
         return self._packed
 

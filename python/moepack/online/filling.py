@@ -117,6 +117,14 @@ class Filling:
             units[target.name] = self.mapping.unit(target)
         return units[target.name]
 
+    def require_buffers_of(self, kind: type[nn.Module]) -> None:
+        """Their buffers are weights: nothing else can make them."""
+        for path, module in self.mapping.model.named_modules():
+            if isinstance(module, kind):
+                for name, _ in module.named_buffers(recurse=False):
+                    full = f"{path}.{name}".removeprefix(".")
+                    self._group_of[full].required.add(full)
+
     def check_names(self) -> None:
         """Raises BadWeights if names that are known in advance leave something out."""
         gone = [n for g in self.groups.values() for n in g.required - _outputs(g)]

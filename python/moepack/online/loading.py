@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moepack.errors import NoMoEBlock, UnsupportedError
 from moepack.families import FoundBlock, find_blocks
+from moepack.modules import PackedExperts
 from moepack.online.blocks import Allocate, OnlineBlock, in_memory
 from moepack.online.filling import Filled, Filling, shortened
 from moepack.online.methods import OnlineMethod, method_for
@@ -22,6 +23,7 @@ from moepack.placement import put
 from moepack.planner import Plan, plan_blocks
 from moepack.schemes import Scheme
 
+METHOD_NAME = "moepack"  # quant_method in config.json
 LoadFormat = Literal["safetensors", "dummy"]
 Progress = Callable[[str, int, int], None]
 
@@ -41,6 +43,17 @@ class Settings:
     @property
     def workers(self) -> int:
         return self.threads or len(os.sched_getaffinity(0))
+
+
+def settings_of(config: Mapping[str, Any]) -> Settings:
+    """The settings that config.json holds as `quantization_config`."""
+    return Settings(
+        scheme=config["scheme"],
+        exclude=tuple(config.get("exclude") or ()),
+        recipe=dict(config.get("modules") or {}),
+        router=config.get("router", "auto"),
+        sqnr_floor=config.get("sqnr_floor"),
+    )
 
 
 @dataclass
@@ -76,6 +89,42 @@ def load(
         Dummy(model) if load_format == "dummy" else SafetensorsDirectory(Path(directory))
     )
     return fill(model, source, settings or Settings(), progress=progress)
+
+
+def load_packed(directory: str | Path, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A checkpoint that is packed already, its weights mapped from the files.
+
+    What was left in FP8 or MXFP4 is dequantized. Raises BadWeights if tensors are missing.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    model = meta_model(config, dtype)
+    place_empty(model, settings_of(config.quantization_config))
+    source = SafetensorsDirectory(Path(directory))
+
+    def apply(filled: Filled) -> None:
+        for name, tensor in filled.tensors.items():
+            set_tensor(model, name, tensor)
+
+    filling = Filling(model, (), apply, source.names)
+    filling.require_buffers_of(PackedExperts)
+    filling.check_names()
+    for stored in source:
+        filling.add(stored)
+    filling.end()
+    filling.require_everything()
+    finish_buffers(model)
+    return model
+
+
+def place_empty(model: nn.Module, settings: Settings) -> None:
+    """Puts packed modules without values where `settings` say that blocks are packed."""
+    blocks, _ = online_blocks(model, settings)
+    for block in blocks:
+        block.found.module._is_hf_initialized = True  # type: ignore[assignment]
+        put(model, block.found, block.spec, block.empty())
+    _keep_from_init(model)
 
 
 def meta_model(config: Any, dtype: torch.dtype, model_class: Any = None) -> nn.Module:
@@ -199,13 +248,18 @@ def finish_buffers(model: Any) -> None:
     } - set(getattr(model, "all_tied_weights_keys", None) or ())
     if not hasattr(model, "_initialize_missing_keys"):
         return
-    for module in model.modules():
-        if getattr(type(module), "is_moepack_module", False):
-            module._is_hf_initialized = True
+    _keep_from_init(model)
     model._move_missing_keys_from_meta_to_device(missing, {"": "cpu"}, None, None)
     model._initialize_missing_keys(False)
     model.tie_weights()
     model.requires_grad_(False)
+
+
+def _keep_from_init(model: nn.Module) -> None:
+    """Packed modules are not for the library's code that initializes float ones."""
+    for module in model.modules():
+        if getattr(type(module), "is_moepack_module", False):
+            module._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def _keep_in_fp32(model: nn.Module, plan: Mapping[str, torch.dtype]) -> None:
