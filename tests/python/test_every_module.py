@@ -183,3 +183,15 @@ def test_router_logits_are_recorded_where_they_were() -> None:
     assert all(block.router == "outside" for block in report.plan.blocks)
     assert len(found) == len(expected) == 2
     assert torch.equal(found[0], expected[0])
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "minimax_m2", "qwen3_moe"])
+def test_blocks_of_heads_that_predict_more_tokens(family: str) -> None:
+    from transformers.modeling_layers import MtpModel
+
+    model: Any = tiny_models.build(family)
+    model.config.num_mtp_layers = 1
+    head = MtpModel(model, 1)
+    tiny_models._strengthen(head, 0, 1.0)
+    (block,) = moepack.quantize_(head, "int8-g32").blocks
+    assert (block.path, block.router) == ("layers.0.mtp_block.mlp", "fused")
