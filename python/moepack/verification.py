@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from moepack.errors import VerificationError
-from moepack.families.spec import BlockSpec, ExpertsSpec, RouterSpec
+from moepack.families.spec import BlockSpec, Combination, ExpertsSpec, RouterSpec
 from moepack.modules import PackedExperts, QuantizedMoEFFN, combine
 from moepack.reference import float_mode
 from moepack.schemes import scheme
 
 ADAPTER_TOLERANCE = 1e-4
-# A floor finds faults (3 dB and less), not roughness: sound weights give about 18 and 33 dB, and the
-# worst expert of a tiny random model, on its two tokens, has been seen at 9.
+# A floor finds faults (3 dB and less), not roughness: sound weights give about 18 and 33 dB, and
+# the worst expert of a tiny random model, on its two tokens, has been seen at 9.
 SQNR_FLOOR_DB = {4: 6.0, 8: 15.0}
 
 _ROUTER_TOKENS = 256
@@ -131,27 +131,31 @@ def _around_experts_error(path: str, spec: BlockSpec, router: RouterSpec) -> tup
 
     x = probes(_ROUTER_TOKENS, dim)
     original = spec.oracle.block(stand_in)
-    combination = spec.combination
-    expected = original(x if combination.in_place else x[None])
-    shape = (1, *x.shape) if combination.returns == "shaped" else x.shape
-    if not isinstance(expected, Tensor) or expected.numel() != x.numel():
-        kind = list(expected.shape) if isinstance(expected, Tensor) else type(expected).__name__
-        raise VerificationError(f"{path or '(root)'}: returns {kind}; expected {list(shape)}")
-    if not combination.in_place and expected.shape != shape:
-        raise VerificationError(
-            f"{path or '(root)'}: returns {list(expected.shape)}; expected {list(shape)}"
-        )
+    expected = _output(path, original, x, spec.combination)
     routing, is_decided = route_decided(x, router)
     weights = routing.weights.float()
     if router.output_scale is not None:
         weights = weights * router.output_scale.float()[routing.ids]
     shared, gate = (
         original.get_submodule(name) if name else None
-        for name in (combination.shared, combination.shared_gate)
+        for name in (spec.combination.shared, spec.combination.shared_gate)
     )
     found = combine(x, stand_in(x, routing.ids, weights), shared, gate)
-    expected = expected.reshape(x.shape)[is_decided]
-    return relative_error(found[is_decided], expected), int(is_decided.sum())
+    return relative_error(found[is_decided], expected[is_decided]), int(is_decided.sum())
+
+
+def _output(path: str, original: nn.Module, x: Tensor, combination: Combination) -> Tensor:
+    """What the original makes of x [T, D], as [T, D]; its form has to be the one that was read."""
+    if combination.in_place:
+        result = original(x)
+        shape: tuple[int, ...] = x.shape
+    else:
+        result = original(x[None])
+        shape = x.shape if combination.returns == "flat" else (1, *x.shape)
+    if not isinstance(result, Tensor) or result.shape != shape:
+        kind = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise VerificationError(f"{path or '(root)'}: returns {kind}; expected {list(shape)}")
+    return result.reshape(x.shape)
 
 
 def route_decided(x: Tensor, router: RouterSpec) -> tuple[float_mode.Routing, Tensor]:
