@@ -27,6 +27,7 @@ from moepack.errors import MoePackError
 from moepack.families import FoundBlock, find_blocks
 from moepack.manifest import package_versions
 from moepack.modules import PackedExperts, QuantizedExperts, QuantizedMoEFFN, RoutedExperts
+from moepack.online.loading import METHOD_NAME, load_packed
 from moepack.staging import staged
 from moepack.tokenizer import FILES as TOKENIZER_FILES
 
@@ -39,6 +40,8 @@ _WEIGHTS = "model.safetensors"
 def load_model(directory: Path) -> PreTrainedModel:
     """The model in fp32, from safetensors only, without running code that the checkpoint carries.
 
+    It may be packed, by `save_packed`, `moepack quantize` or transformers' `save_pretrained`.
+
     Raises MoePackError with the directory and the reason.
     """
     _require_checkpoint(directory)
@@ -47,6 +50,9 @@ def load_model(directory: Path) -> PreTrainedModel:
     with _reported(directory), _quiet():
         if (directory / PACKED_FILE).is_file():
             return _load_packed(directory)
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        if config.get("quantization_config", {}).get("quant_method") == METHOD_NAME:
+            return load_packed(directory)
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, local_files_only=True, use_safetensors=True
         )

@@ -40,6 +40,10 @@ Floor = Annotated[
     float | None,
     typer.Option("--sqnr-floor", metavar="DB", help="Worst SQNR that a packed block may have."),
 ]
+WeightFloor = Annotated[
+    float | None,
+    typer.Option("--sqnr-floor", metavar="DB", help="Worst SQNR that a packed matrix may have."),
+]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads to use.")]
 Verify = Annotated[bool, typer.Option("--verify", help="Check every checksum.")]
 
@@ -64,24 +68,22 @@ def quantize(
     out: Out,
     scheme: SchemeName = "int4-g32",
     exclude: Exclude = None,
-    sqnr_floor: Floor = None,
+    weight_floor: WeightFloor = None,
+    threads: Threads = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Pack the experts of a checkpoint into a new one (safetensors)."""
-    import moepack
-    from moepack.checkpoint import load_model, save_packed
+    """Pack the experts of a checkpoint into a new one, expert by expert (safetensors).
 
+    After an interruption the same command goes on where it was.
+    """
+    from moepack.online import Settings, quantize_checkpoint
+
+    settings = Settings(scheme, exclude=exclude or (), sqnr_floor=weight_floor, threads=threads)
     with _steps() as steps:
-        steps.begin("Loading")
-        model = load_model(checkpoint)
-        steps.begin("Packing")
-        report = moepack.quantize_(
-            model, scheme, exclude=exclude or (), sqnr_floor=sqnr_floor, progress=_follow(steps)
-        )
-        steps.begin("Writing")
-        save_packed(report.model, checkpoint, out, force=force)
-    _print(report, as_json)
+        steps.begin("Reading names")
+        done = quantize_checkpoint(checkpoint, out, settings, force=force, progress=_follow(steps))
+    _print(done, as_json)
 
 
 @app.command()

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from moepack.online.conversion import Converted, quantize_checkpoint
 from moepack.online.loading import Loaded, Settings, load
 from moepack.online.methods import IntegerMethod, OnlineMethod
 
-__all__ = ["IntegerMethod", "Loaded", "OnlineMethod", "Settings", "load"]
+__all__ = [
+    "Converted",
+    "IntegerMethod",
+    "Loaded",
+    "OnlineMethod",
+    "Settings",
+    "load",
+    "quantize_checkpoint",
+]

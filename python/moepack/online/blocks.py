@@ -21,7 +21,7 @@ from moepack.families import BlockSpec, ExpertsSpec, FoundBlock, find_blocks
 from moepack.modules import PackedExperts
 from moepack.online.mapping import Unit
 from moepack.online.methods import OnlineMethod, pack_into
-from moepack.placement import PackedTensors, build, stacked_biases
+from moepack.placement import PackedTensors, build, placed, stacked_biases
 from moepack.planner import BlockPlan
 
 # (block path, "packed_w13" or "packed_w2", [E, bytes]) -> the uint8 tensor where the result lives
@@ -66,6 +66,13 @@ class OnlineBlock:
         router = self.spec.router
         is_scaled = router is not None and router.output_scale is not None
         return bool(self.stacks) and not (is_scaled and self.decision.router == "fused")
+
+    @property
+    def packed_path(self) -> str:
+        """Where the packed module is, in a model in which the block is packed."""
+        trial = placed(copy.deepcopy(self.found.module), self.spec, self.empty())
+        inside = next(p for p, m in trial.named_modules() if isinstance(m, PackedExperts))
+        return f"{self.path}.{inside}".strip(".")
 
     def takes_experts_from(self, units: Mapping[str, Unit]) -> bool:
         """Can every stack of experts be made one expert at a time?"""

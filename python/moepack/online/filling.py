@@ -61,6 +61,7 @@ class Filling:
     """`apply` gets every group when it is complete, once.
 
     `names`: all stored names, if known. `keeps_going`: errors stay with their group, for the end.
+    `only_blocks`: what is in no block is not required, and is not taken.
     `partial`: at the end, groups of which something is missing are applied with what came.
     """
 
@@ -73,12 +74,13 @@ class Filling:
         *,
         keeps_going: bool = False,
         partial: bool = False,
+        only_blocks: bool = False,
     ) -> None:
         self.mapping = NameMapping(model)
         self.unexpected: list[str] = []
         self.groups: dict[str, Group] = {}
         self._apply, self._keeps_going, self._names = apply, keeps_going, names
-        self._partial = partial
+        self._partial, self._only_blocks = partial, only_blocks
         self._decoder = Decoder(names)
         self._home: dict[str, tuple[OnlineBlock, str]] = {}
         self._group_of: dict[str, Group] = {}
@@ -99,7 +101,12 @@ class Filling:
         tied = set(getattr(model, "all_tied_weights_keys", None) or ())
         for name in self.mapping.shapes:
             group = self._group_of.setdefault(name, self._group(_group_name(name) or name))
-            is_free = name not in parameters or name in tied or self.mapping.may_be_missing(name)
+            is_free = (
+                name not in parameters
+                or name in tied
+                or self.mapping.may_be_missing(name)
+                or (self._only_blocks and name not in self._home)
+            )
             (group.optional if is_free else group.required).add(name)
 
     def _group(self, name: str) -> Group:

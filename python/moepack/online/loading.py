@@ -91,7 +91,7 @@ def load(
     return fill(model, source, settings or Settings(), progress=progress)
 
 
-def load_packed(directory: str | Path, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+def load_packed(directory: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
     """A checkpoint that is packed already, its weights mapped from the files.
 
     What was left in FP8 or MXFP4 is dequantized. Raises BadWeights if tensors are missing.

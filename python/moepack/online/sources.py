@@ -62,12 +62,11 @@ class SafetensorsDirectory:
                 self._home[name] = file.name
         self.names: frozenset[str] | None = frozenset(self._home)
 
-    def file_of(self, name: str) -> str:
-        return self._home[name]
+    def sorted_names(self) -> list[str]:
+        return sorted(self._home, key=natural_key)
 
     def __iter__(self) -> Iterator[StoredTensor]:
-        for name in sorted(self._home, key=natural_key):
-            yield self.tensor(name)
+        return map(self.tensor, self.sorted_names())
 
     def tensor(self, name: str) -> StoredTensor:
         file = self._files[self._home[name]]

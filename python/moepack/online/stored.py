@@ -115,11 +115,20 @@ class Decoder:
         if of in self._values and of in self._scales:
             yield Encoding(of, self._values.pop(of), self._scales.pop(of)).stored()
 
+    def logical_name(self, name: str) -> str:
+        """The name of what the tensor of that name becomes part of."""
+        for ignored in _IGNORED:
+            if name.endswith(ignored):
+                return name.removesuffix(ignored) + ".weight"
+        of = self._scale_of(name)
+        if of is not None:
+            return of
+        return name.removesuffix(_BLOCKS) if self._has_scales(name) else name
+
     def logical_names(self, names: frozenset[str]) -> list[str]:
         """The names of what will come out if exactly `names` go in, in the order of numbers."""
-        values = [n for n in names if not n.endswith(_IGNORED) and self._scale_of(n) is None]
-        encoded = (n.removesuffix(_BLOCKS) if self._has_scales(n) else n for n in values)
-        return sorted(encoded, key=natural_key)
+        values = (n for n in names if not n.endswith(_IGNORED) and self._scale_of(n) is None)
+        return sorted(map(self.logical_name, values), key=natural_key)
 
     def unfinished(self) -> list[str]:
         """Names whose values came without scales, or the other way round."""

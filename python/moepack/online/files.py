@@ -1,0 +1,105 @@
+"""Safetensors files that are made in place: sized first, then filled where they lie on the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepack.errors import MoePackError
+
+_DTYPE_NAMES = {torch.uint8: "U8", torch.float32: "F32"}
+_CHUNK = 64 << 20
+_ALIGNMENT = 64
+
+
+class MappedFile:
+    """A new file of uint8 and fp32 tensors, whose memory is the file's: none of it is anonymous.
+
+    It has its name only when `finish` has put everything on the disk; until then a suffix.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    ) -> None:
+        self._path, self._draft = path, path.with_suffix(".unfinished")
+        entries: dict[str, Any] = {}
+        offset = 0
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
+            size = dtype.itemsize * torch.Size(shape).numel()
+            entries[name] = {
+                "dtype": _DTYPE_NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [offset, offset + size],
+            }
+            offset += size
+        header = _header(entries)
+        with self._draft.open("wb") as file:
+            file.write(header)
+            file.truncate(len(header) + offset)
+        storage = torch.UntypedStorage.from_file(
+            str(self._draft), shared=True, nbytes=len(header) + offset
+        )
+        everything = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
+        self.tensors: dict[str, Tensor] = {}
+        for name, (dtype, shape) in tensors.items():
+            first, last = (len(header) + end for end in entries[name]["data_offsets"])
+            self.tensors[name] = everything[first:last].view(dtype).view(shape)
+
+    def finish(self) -> None:
+        self.tensors.clear()
+        with self._draft.open("rb+") as file:
+            os.fsync(file.fileno())
+        self._draft.rename(self._path)
+
+
+def read_entries(file: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file: entries by name, and where their data begins."""
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            entries = json.loads(opened.read(length))
+    except (OSError, ValueError, struct.error) as error:
+        raise MoePackError(f"{file}: is no safetensors file: {error}") from error
+    entries.pop("__metadata__", None)
+    return entries, 8 + length
+
+
+def copy_tensors(source: Path, names: Iterable[str], target: Path) -> int:
+    """Copies some tensors of a file byte for byte into a new one; returns their bytes."""
+    entries, start = read_entries(source)
+    kept: dict[str, Any] = {}
+    pieces: list[tuple[int, int]] = []
+    total = 0
+    for name in sorted(names, key=lambda n: entries[n]["data_offsets"][0]):
+        first, last = entries[name]["data_offsets"]
+        kept[name] = entries[name] | {"data_offsets": [total, total + last - first]}
+        pieces.append((start + first, last - first))
+        total += last - first
+    draft = target.with_suffix(".unfinished")
+    with source.open("rb") as reader, draft.open("wb") as writer:
+        writer.write(_header(kept))
+        for position, size in pieces:
+            reader.seek(position)
+            while size:
+                chunk = reader.read(min(size, _CHUNK))
+                if not chunk:
+                    raise MoePackError(f"{source}: ends before its tensors do")
+                writer.write(chunk)
+                size -= len(chunk)
+        writer.flush()
+        os.fsync(writer.fileno())
+    draft.rename(target)
+    return total
+
+
+def _header(entries: Mapping[str, Any]) -> bytes:
+    text = json.dumps({"__metadata__": {"format": "pt"}} | dict(entries)).encode()
+    padding = -(len(text) + 8) % _ALIGNMENT
+    return struct.pack("<Q", len(text) + padding) + text + b" " * padding
