@@ -120,6 +120,21 @@ def export(
     _print(result, as_json)
 
 
+@app.command(
+    name="export-llm",
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
+)
+def export_llm(context: typer.Context) -> None:
+    """ExecuTorch's own LLM export, with its arguments and moepack's experts."""
+    from moepack.export_llm import export_llm as write
+
+    write(context.args)
+
+
 @app.command()
 def run(
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Exported directory.")],

@@ -14,7 +14,10 @@ import pytest
 from made_programs import CONTEXT, checkpoint, copied, exported
 from moepack import cli
 
-COMMANDS = {"plan", "quantize", "export", "run", "eval", "bench", "inspect", "doctor", "demo"}
+COMMANDS = {
+    *("plan", "quantize", "export", "export-llm", "run", "eval", "bench", "inspect", "doctor"),
+    "demo",
+}
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:

@@ -89,7 +89,10 @@ def quantized_experts(
     def load_model(config: Any) -> Any:
         if config.model.use_moe_quantized_op:
             loaded = upstream_load(config)
-            _check_checkpoint(loaded.model, config.base.checkpoint)
+            if config.base.checkpoint is None:
+                _randomize(loaded.model)
+            else:
+                _check_checkpoint(loaded.model, config.base.checkpoint)
             return loaded
         if options != ExpertOptions():
             raise UnsupportedError(
@@ -113,7 +116,14 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
     return {path: m for path, m in model.named_modules() if family.is_candidate(m)}
 
 
-def _check_checkpoint(model: nn.Module, checkpoint: str | None) -> None:
+def _randomize(model: nn.Module) -> None:
+    """Without a checkpoint upstream fills linear layers; experts hold what lay in memory."""
+    for block in _blocks(model).values():
+        for weight in block.get_submodule("cond_ffn").parameters():
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+
+
+def _check_checkpoint(model: nn.Module, checkpoint: str) -> None:
     """Upstream asks for missing names that end in ".weight"; those of experts do not."""
     prefixes = tuple(f"{path}." for path in _blocks(model))
     weights = model.state_dict()
@@ -124,8 +134,6 @@ def _check_checkpoint(model: nn.Module, checkpoint: str | None) -> None:
             f"{checkpoint}: lacks {_listed(missing)}; the MoE blocks of the model need them. "
             "Compare the checkpoint's names and the params file"
         )
-    if checkpoint is None:
-        return
     unused = [
         name
         for name in _names(Path(checkpoint))
