@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import tiny_models
 from made_checkpoints import copied, encoded, fp8_block, saved, stored_tensors
 from moepack import MoePackConfig, checkpoint
-from moepack.errors import MoePackError
+from moepack.errors import MoePackError, UnsupportedError
 from moepack.modules import PackedExperts
 from moepack.online import Settings, conversion, load, quantize_checkpoint
 from moepack.online.loading import load_packed
@@ -76,6 +76,8 @@ def test_schemes_by_pattern_and_layers_left_as_they_were(tmp_path: Path) -> None
     assert not any("experts" in n and "layers.2." not in n for n in found)
     expected = load(copied(source, tmp_path / "exact", exact), settings).model
     assert_same_state(load_packed(tmp_path / "packed"), expected)
+    with pytest.raises(UnsupportedError, match=r"was left in FP8.*load_packed"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

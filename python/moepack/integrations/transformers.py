@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moepack.errors import BadWeights, MoePackError, UnsupportedError
 from moepack.modules import PackedExperts
 from moepack.online.blocks import OnlineBlock
+from moepack.online.files import read_entries
 from moepack.online.filling import shortened
 from moepack.online.loading import METHOD_NAME, Settings, online_blocks, place_empty, settings_of
 from moepack.online.mapping import NameMapping, Target, Unit
@@ -85,6 +87,7 @@ class MoePackHfQuantizer(HfQuantizer):  # type: ignore[misc]
         settings = self.quantization_config.settings
         with _ordinary_tensors():
             if self.pre_quantized:
+                _refuse_encoded(kwargs.get("checkpoint_files") or ())
                 place_empty(model, settings)
                 return
             self._blocks, _ = online_blocks(model, settings)
@@ -193,6 +196,17 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
     path, _, leaf = name.rpartition(".")
     tensor: Tensor = getattr(module.get_submodule(path), leaf)
     return tensor
+
+
+def _refuse_encoded(files: Sequence[str]) -> None:
+    """The library would cast FP8 values without their scales."""
+    for file in files:
+        for name, entry in read_entries(Path(file))[0].items():
+            if entry["dtype"].startswith("F8_"):
+                raise UnsupportedError(
+                    f"{file}: {name} was left in FP8, which transformers does not read beside "
+                    "packed experts; use moepack.online.load_packed"
+                )
 
 
 def _require_packed(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moepack.online.conversion import Converted, quantize_checkpoint
-from moepack.online.loading import Loaded, Settings, load
+from moepack.online.loading import Loaded, Settings, load, load_packed
 from moepack.online.methods import IntegerMethod, OnlineMethod
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "OnlineMethod",
     "Settings",
     "load",
+    "load_packed",
     "quantize_checkpoint",
 ]
