@@ -194,6 +194,19 @@ def test_a_rough_matrix_stops_the_load(tmp_path: Path) -> None:
         load(directory, Settings(threads=1, sqnr_floor=90.0))
 
 
+def test_a_class_that_computes_something_else_stops_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = saved(tiny_models.build("qwen3_moe"), tmp_path)
+    assert list(load(directory, Settings(threads=1)).adapter_error) == ["model.layers.0.mlp"]
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock as Block
+
+    original = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, x: 1.01 * original(self, x))
+    with pytest.raises(VerificationError, match=r"layers\.0\.mlp: moepack's reading"):
+        load(directory, Settings(threads=1))
+
+
 def test_a_pattern_that_matches_nothing_and_a_dense_model(tmp_path: Path) -> None:
     directory = saved(tiny_models.build("qwen3_moe"), tmp_path)
     with pytest.raises(UnsupportedError, match="matches no MoE block"):

@@ -139,7 +139,8 @@ def test_anonymous_memory_is_a_few_experts(tmp_path: Path) -> None:
     source = saved(model, tmp_path / "float", "20MB")
     layer = sum(t.nbytes for n, t in stored_tensors(source).items() if ".layers.0." in n)
     code = (
-        "import sys, json; from moepack.online import Settings, quantize_checkpoint as q\n"
+        "import sys, json; from moepack import verification; verification._WINDOW_BYTES = 1 << 20\n"
+        "from moepack.online import Settings, quantize_checkpoint as q\n"
         "s = Settings(threads=1); q(sys.argv[1], sys.argv[2] + '0', s)\n"
         "print(json.dumps(q(sys.argv[1], sys.argv[2], s).to_json()))"
     )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from moepack import packing
 from moepack.errors import MoePackError
 from moepack.modules import PackedExperts
+from moepack.online.adapter import check_classes
 from moepack.online.blocks import OnlineBlock
 from moepack.online.files import MappedFile, copy_tensors, read_entries
 from moepack.online.filling import Filled, Filling
@@ -119,6 +120,7 @@ class _Work:
     def run(self, progress: Progress | None) -> Converted:
         done = Converted(self.target)
         Filling(self.model, (), lambda filled: None, self.tensors.names).check_names()
+        check_classes(self.blocks)
         self._begin()
         self._require_room()
         todo = [block for block in self.blocks if not self._file_of(block).is_file()]

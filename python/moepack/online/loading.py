@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moepack.errors import NoMoEBlock, UnsupportedError
 from moepack.families import FoundBlock, find_blocks
 from moepack.modules import PackedExperts
+from moepack.online.adapter import check_classes
 from moepack.online.blocks import Allocate, OnlineBlock, in_memory
 from moepack.online.filling import Filled, Filling, shortened
 from moepack.online.methods import OnlineMethod, method_for
@@ -58,11 +59,15 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
 
 @dataclass
 class Loaded:
-    """`model` is the root; `worst_db` by block path is the worst matrix's SQNR of weights."""
+    """`model` is the root; `worst_db` by block path is the worst matrix's SQNR of weights.
+
+    `adapter_error`: of the blocks that stand for their class and shape, by path.
+    """
 
     model: nn.Module
     plan: Plan
     worst_db: dict[str, float] = field(default_factory=dict)
+    adapter_error: dict[str, float] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
 
 
@@ -153,7 +158,7 @@ def fill(
 ) -> Loaded:
     """Fills a model on the meta device. The result's parts are the model's own modules."""
     blocks, decided = online_blocks(model, settings, allocate)
-    loaded = Loaded(model, decided)
+    loaded = Loaded(model, decided, adapter_error=check_classes(blocks))
 
     def apply(filled: Filled) -> None:
         for name, tensor in filled.tensors.items():
