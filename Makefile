@@ -93,7 +93,7 @@ $(VENV)/.tools: pyproject.toml | $(VENV)/.installed
 build/cpp/build.ninja: CMakeLists.txt | $(VENV)/.tools gtest
 	$(BIN)/cmake -S . -B build/cpp -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) --log-level=WARNING \
 	  -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_COMPILE_WARNING_AS_ERROR=ON \
-	  -DMOEPACK_BUILD_TESTS=ON -DMOEPACK_BUILD_EXECUTORCH=ON
+	  -DMOEPACK_BUILD_TESTS=ON -DMOEPACK_BUILD_EXECUTORCH=ON -DMOEPACK_BUILD_RUNNER=ON
 
 gtest:
 	@test -f /usr/include/gtest/gtest.h || pkg-config --exists gtest 2> /dev/null || { \
