@@ -229,11 +229,12 @@ def _meta_kernel(op: Any, check: Callable[..., None]) -> Callable[..., Tensor]:
             check(*described)
         else:
             check(*described, _described(out, dynamic=True))
-        for name, value in zip(names, arguments, strict=True):
-            if name in per_token and value is not None:
-                _require_same_tokens(op, name, value, x)
+        for name, value in zip((*names, "out"), (*arguments, out), strict=True):
+            if isinstance(value, Tensor):
+                _require_same_device(op, name, value, x)
+                if name in per_token or name == "out":
+                    _require_same_tokens(op, name, value, x)
         if out is not None:
-            _require_same_tokens(op, "out", out, x)
             return out
         return x.new_empty(x.shape)
 
@@ -247,6 +248,16 @@ def _described(tensor: Tensor, dynamic: bool) -> tuple[str, list[int]]:
         for i, size in enumerate(tensor.shape)
     ]
     return str(tensor.dtype).removeprefix("torch."), sizes
+
+
+def _require_same_device(op: Any, name: str, tensor: Tensor, x: Tensor) -> None:
+    # One meta tensor among real ones brings a call here, where nothing would be computed. Fake
+    # tensors name the device that they stand for.
+    if tensor.device != x.device:
+        raise RuntimeError(
+            f"{op.name()}: {name}: is on {tensor.device}, x is on {x.device}; all tensors have to "
+            "be on one device (meta: without values, the weights were not loaded)"
+        )
 
 
 def _require_same_tokens(op: Any, name: str, tensor: Tensor, x: Tensor) -> None:

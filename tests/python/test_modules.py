@@ -99,6 +99,8 @@ def test_a_module_without_values_takes_a_state() -> None:
     assert isinstance(block, QuantizedMoEFFN)
     empty = QuantizedMoEFFN.empty(8, 64, block.routing, block.attributes)
     assert {b.device.type for b in empty.buffers()} == {"meta"}
+    with pytest.raises(RuntimeError, match="gate_weight: is on meta, x is on cpu"):
+        run(empty, hidden())
     empty.load_state_dict(block.state_dict(), strict=True, assign=True)
     assert torch.equal(run(empty, hidden()), run(block, hidden()))
     experts = QuantizedExperts.empty(8, 64, block.attributes, has_bias13=True, device="cpu")

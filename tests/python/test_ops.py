@@ -534,7 +534,32 @@ def test_foreign_contents_are_refused_by_eager(small: Layer, offset: int, value:
     assert "packed_w13" in message or "expert 2" in message
     # An expert that no token reaches is not looked at; Meta looks at no contents.
     experts(case, case.x(1), torch.tensor([[1]]), one)
-    ffn(replace(case, packed_w13=foreign.to("meta")), case.x(1).to("meta"))
+    meta = [a.to("meta") if isinstance(a, Tensor) else a for a in ffn_arguments(case, case.x(1))]
+    assert torch.ops.moepack.quantized_moe_ffn(*meta).device.type == "meta"
+
+
+@pytest.mark.parametrize("name", ["quantized_moe_ffn", "quantized_experts"])
+def test_one_tensor_on_meta_among_real_ones_is_refused(small: Layer, name: str) -> None:
+    op, x = getattr(torch.ops.moepack, name), small.x(2)
+    ids, weights = torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2)
+    case = with_biases(small)
+    arguments = (
+        ffn_arguments(case, x)
+        if name == "quantized_moe_ffn"
+        else experts_arguments(case, x, ids, weights)
+    )
+    names = [argument.name for argument in op.default._schema.arguments]
+    for i, value in enumerate(arguments):
+        if i == 0 or not isinstance(value, Tensor):
+            continue
+        mixed = [*arguments[:i], value.to("meta"), *arguments[i + 1 :]]
+        expected = f"moepack::{name}: {names[i]}: is on meta, x is on cpu"
+        assert refusal(lambda m=mixed: op(*m)).startswith(expected)
+        assert expected.split(": ", 1)[1] in refusal(
+            lambda m=mixed: op.out(*m, out=torch.empty_like(x))
+        )
+    assert "out: is on meta" in refusal(lambda: op.out(*arguments, out=x.to("meta")))
+    assert "is on cpu, x is on meta" in refusal(lambda: op(x.to("meta"), *arguments[1:]))
 
 
 @settings(max_examples=150, deadline=None)
