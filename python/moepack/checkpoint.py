@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from moepack import placement
+from moepack import completeness, placement
 from moepack.attributes import ExpertAttributes, RoutingAttributes
 from moepack.errors import MoePackError
 from moepack.families import FoundBlock, find_blocks
 from moepack.manifest import package_versions
 from moepack.modules import PackedExperts, QuantizedExperts, QuantizedMoEFFN, RoutedExperts
+from moepack.online.filling import shortened
 from moepack.online.loading import METHOD_NAME, load_packed
 from moepack.staging import staged
 from moepack.tokenizer import FILES as TOKENIZER_FILES
@@ -42,7 +43,8 @@ def load_model(directory: Path) -> PreTrainedModel:
 
     It may be packed, by `save_packed`, `moepack quantize` or transformers' `save_pretrained`.
 
-    Raises MoePackError with the directory and the reason.
+    Raises MoePackError with the directory and the reason: also for tensors that are missing, of
+    another shape, or without a place in the model.
     """
     _require_checkpoint(directory)
     if not any(directory.glob("*.safetensors")):
@@ -53,9 +55,16 @@ def load_model(directory: Path) -> PreTrainedModel:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         if config.get("quantization_config", {}).get("quant_method") == METHOD_NAME:
             return load_packed(directory)
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, local_files_only=True, use_safetensors=True
+        # Asked to ignore other shapes, it reports them; else its error points to a hidden log.
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
+        completeness.require_loaded(directory, info)
         return model.eval()
 
 
@@ -105,6 +114,7 @@ def _load_packed(directory: Path) -> PreTrainedModel:
         _place(model, _block_at(path, found, directory), path, block, tensors)
     for name, owner in description["ties"].items():
         tensors[name] = tensors[owner]
+    completeness.require_same(directory, tensors, model.state_dict())
     model.load_state_dict(tensors, assign=True)
     model.tie_weights()
     return model.requires_grad_(False)
@@ -202,6 +212,11 @@ def _reported(directory: Path) -> Iterator[None]:
         raise
     except Exception as error:
         text = str(error).strip() or type(error).__name__
+        if "above report" in text:
+            gone = completeness.missing_of_experts(directory)
+            text = "its experts' tensors do not fit together" + (
+                f"; missing: {shortened(gone, 4)}" if gone else ""
+            )
         raise MoePackError(f"{directory}: cannot be loaded: {text.splitlines()[0]}") from error
 
 

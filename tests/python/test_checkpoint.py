@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import moepack
 from made_programs import (
@@ -17,7 +19,8 @@ from made_programs import (
     write_checkpoint,
 )
 from moepack.checkpoint import PACKED_FILE, empty_model, load_model, save_packed
-from moepack.errors import MoePackError
+from moepack.errors import BadWeights, MoePackError
+from moepack.online import quantize_checkpoint
 
 IDS = torch.arange(3, 20)[None]
 
@@ -83,3 +86,86 @@ def test_newer_packed_format_is_refused(tmp_path: Path) -> None:
     (out / PACKED_FILE).write_text(json.dumps(content | {"format": 99}), encoding="utf-8")
     with pytest.raises(MoePackError, match="format 99"):
         load_model(out)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "expected"),
+    [
+        ("qwen3_moe", {"num_hidden_layers": 3}, r"lacks 11 tensors .*model\.layers\.2\."),
+        ("qwen3_moe", {"num_hidden_layers": 1}, r"11 stored tensors .*model\.layers\.1\."),
+        (
+            "mixtral",
+            {"num_local_experts": 2},
+            r"down_proj is stored as \[4, 64, 32\].* \[2, 64, 32\]",
+        ),
+        (
+            "mixtral",
+            {"num_local_experts": 8},
+            r"down_proj is stored as \[4, 64, 32\].* \[8, 64, 32\]",
+        ),
+        ("qwen3_moe", {"moe_intermediate_size": 64}, r"\[8, 64, 32\].* \[8, 64, 64\]"),
+    ],
+)
+def test_config_of_another_model_is_refused(
+    family: str, settings: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    directory = copied(checkpoint(family), tmp_path / "model")
+    _change_config(directory, settings)
+    with pytest.raises(BadWeights, match=expected):
+        load_model(directory)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.mlp.gate.weight"])
+def test_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
+    directory = _without(checkpoint("qwen3_moe"), tmp_path / "model", name)
+    with pytest.raises(BadWeights, match=f"lacks 1 tensors .*{name}"):
+        load_model(directory)
+
+
+def test_missing_matrix_of_one_expert_is_named(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    directory = _without(checkpoint("qwen3_moe"), tmp_path / "model", name)
+    with pytest.raises(MoePackError, match=name):
+        load_model(directory)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("layers", "expected"), [(1, "no place"), (3, "lacks")])
+def test_packed_checkpoints_are_held_to_the_same(
+    layers: int, expected: str, streamed: bool, tmp_path: Path
+) -> None:
+    out = tmp_path / "packed"
+    model = made_model("olmoe", num_hidden_layers=2)
+    source = write_checkpoint(model, tmp_path / "model")
+    if streamed:
+        quantize_checkpoint(source, out)
+    else:
+        loaded = load_model(source)
+        moepack.quantize_(loaded)
+        save_packed(loaded, source, out)
+        description = json.loads((out / PACKED_FILE).read_text(encoding="utf-8"))
+        if layers == 1:
+            del description["blocks"]["model.layers.1.mlp"]
+            (out / PACKED_FILE).write_text(json.dumps(description), encoding="utf-8")
+    content = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    if streamed:
+        settings = content["quantization_config"]
+        settings["modules"] = [m for m in settings["modules"] if layers > 1 or ".1." not in m[0]]
+    (out / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    _change_config(out, {"num_hidden_layers": layers})
+    with pytest.raises(BadWeights, match=expected):
+        load_model(out)
+
+
+def _change_config(directory: Path, settings: dict[str, Any]) -> None:
+    file = directory / "config.json"
+    content = json.loads(file.read_text(encoding="utf-8")) | settings
+    file.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _without(source: Path, target: Path, name: str) -> Path:
+    directory = copied(source, target)
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from moepack.errors import NoMoEBlock, UnsupportedError
+from moepack.errors import BadWeights, NoMoEBlock, UnsupportedError
 from moepack.families import FoundBlock, find_blocks
 from moepack.modules import PackedExperts
 from moepack.online.adapter import check_classes
@@ -99,7 +99,8 @@ def load(
 def load_packed(directory: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
     """A checkpoint that is packed already, its weights mapped from the files.
 
-    What was left in FP8 or MXFP4 is dequantized. Raises BadWeights if tensors are missing.
+    What was left in FP8 or MXFP4 is dequantized. Raises BadWeights if tensors are missing
+    or have no place in the model.
     """
     from transformers import AutoConfig
 
@@ -119,6 +120,11 @@ def load_packed(directory: str | Path, *, dtype: torch.dtype = torch.float32) ->
         filling.add(stored)
     filling.end()
     filling.require_everything()
+    if filling.unexpected:
+        raise BadWeights(
+            f"{directory}: {len(filling.unexpected)} stored tensors have no place in the model of "
+            f"config.json: {shortened(filling.unexpected, 4)}; correct config.json"
+        )
     finish_buffers(model)
     return model
 

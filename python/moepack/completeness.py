@@ -1,0 +1,77 @@
+"""Stored tensors against the tensors of the model that config.json describes.
+
+A library that fills gaps with random numbers, or drops what does not fit, gives another model
+without saying so; here every difference is an error that names the tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from moepack.errors import BadWeights
+from moepack.online.filling import shortened
+
+_COMPUTED = re.compile(r"(^|\.)(rotary_emb\.|\w*inv_freq$)")
+_EXPERT = re.compile(r"^(.*\bexperts\.)(\d+)(\..*)$")
+
+
+def require_loaded(directory: Path, info: Mapping[str, Any]) -> None:
+    """Checks what transformers' `output_loading_info` says, which leaves out what it may ignore.
+
+    Raises BadWeights naming tensors: of another shape, missing, or without a place in the model.
+    """
+    differing = {name: (stored, made) for name, stored, made in info["mismatched_keys"]}
+    _raise(directory, differing, info["missing_keys"], info["unexpected_keys"])
+
+
+def require_same(directory: Path, stored: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> None:
+    """The same for tensors whose names are the model's own."""
+    differing = {
+        name: (tensor.shape, made[name].shape)
+        for name, tensor in stored.items()
+        if name in made and made[name].shape != tensor.shape
+    }
+    _raise(directory, differing, made.keys() - stored.keys(), stored.keys() - made.keys())
+
+
+def missing_of_experts(directory: Path) -> list[str]:
+    """Names that other experts of the same block have, and this one does not."""
+    names: set[str] = set()
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            names.update(opened.keys())
+    found = [match.groups() for name in names if (match := _EXPERT.match(name))]
+    experts = {(block, number) for block, number, _ in found}
+    parts = {(block, part) for block, _, part in found}
+    expected = {f"{b}{number}{part}" for b, number in experts for c, part in parts if b == c}
+    return sorted(expected - names)
+
+
+def _raise(
+    directory: Path,
+    differing: Mapping[str, tuple[Iterable[int], Iterable[int]]],
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+) -> None:
+    for name, (stored, made) in sorted(differing.items()):
+        more = f"; so do {len(differing) - 1} more tensors" if len(differing) > 1 else ""
+        raise BadWeights(
+            f"{directory}: {name} is stored as {list(stored)}, but has {list(made)} in the model "
+            f"of config.json{more}; one of the two belongs to another model"
+        )
+    if gone := sorted(name for name in missing if not _COMPUTED.search(name)):
+        raise BadWeights(
+            f"{directory}: the checkpoint lacks {len(gone)} tensors of the model: "
+            f"{shortened(gone, 4)}; complete the files or correct config.json"
+        )
+    if left := sorted(name for name in unexpected if not _COMPUTED.search(name)):
+        raise BadWeights(
+            f"{directory}: {len(left)} stored tensors have no place in the model of config.json: "
+            f"{shortened(left, 4)}; correct config.json"
+        )
