@@ -12,6 +12,7 @@ from torch import nn
 from moepack import packing
 from moepack.errors import UnsupportedError
 from moepack.families import BlockSpec, FoundBlock, find_blocks
+from moepack.families.hooks import lost_with
 from moepack.modules import PackedExperts
 from moepack.schemes import Scheme
 from moepack.schemes import scheme as scheme_of
@@ -187,6 +188,9 @@ def _plan_block(
     is_fused = spec.router is not None and not outside_because
     if spec.place is None and not is_fused:
         why = f"its router is one piece of code with its experts and cannot stay: {outside_because}"
+        return BlockPlan(*names, "refuse", why)
+    if lost := lost_with(block.module, spec, is_fused=is_fused):
+        why = f"packed experts would not run what it carries: {lost}; remove that before packing"
         return BlockPlan(*names, "refuse", why)
     e = spec.experts
     packed = e.num_experts * (

@@ -83,7 +83,18 @@ def read(block: nn.Module) -> tuple[BlockSpec | None, str]:
         block=lambda stub: block,
     )
     why = "it selects by logits and weights by their sigmoid, where distinct logits can be equal"
-    return BlockSpec(spec, None, Combination(), oracle, _place, "router", "experts", why), ""
+    return BlockSpec(
+        spec,
+        None,
+        Combination(),
+        oracle,
+        _place,
+        "router",
+        "experts",
+        why,
+        outside_replaces=("",),
+        outside_keeps=("router", "shared_expert"),
+    ), ""
 
 
 def _place(block: nn.Module, packed: QuantizedExperts) -> nn.Module:

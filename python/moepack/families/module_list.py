@@ -89,7 +89,10 @@ def read(block: nn.Module) -> tuple[BlockSpec | None, str]:
         experts=lambda first, last: _original_experts(modules[first:last]),
         block=lambda stub: block,
     )
-    return BlockSpec(spec, None, Combination(), oracle, _place, "", "experts", _WHY), ""
+    replaces = tuple(f"experts.{name}" for name in _experts(block))
+    return BlockSpec(
+        spec, None, Combination(), oracle, _place, "", "experts", _WHY, outside_replaces=replaces
+    ), ""
 
 
 def _signature(expert: nn.Module) -> tuple[object, ...]:

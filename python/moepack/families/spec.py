@@ -133,7 +133,9 @@ def place_as(name: str) -> Placement:
 class BlockSpec:
     """One MoE block. `router` is None where routing stays in PyTorch, `outside_because` of that.
 
-    `place` is None where the block's own code cannot route for packed experts.
+    `place` is None where the block's own code cannot route for packed experts. `outside_replaces`
+    names the parts that it replaces (default: `experts_child`), `outside_keeps` those in them that
+    stay.
     """
 
     experts: ExpertsSpec
@@ -144,6 +146,8 @@ class BlockSpec:
     router_child: str = ""
     experts_child: str = ""
     outside_because: str = ""
+    outside_replaces: tuple[str, ...] = ()
+    outside_keeps: tuple[str, ...] = ()
 
     def packed_experts(self, is_fused: bool) -> ExpertsSpec:
         """What is packed: a scale that the router applies moves into the experts with routing."""
