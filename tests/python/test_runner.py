@@ -44,7 +44,8 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = f"-DPython_EXECUTABLE={sys.executable}"
     options = (python, "-DMOEPACK_BUILD_EXECUTORCH=ON", f"-DCMAKE_INSTALL_PREFIX={prefix}")
     cmake("-S", ROOT, "-B", library, *make, *options)
-    cmake("--build", library, "--parallel", str(os.cpu_count()))
+    jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count()))
+    cmake("--build", library, "--parallel", jobs)
     cmake("--install", library)
     # Copied out of the repository, as the page says.
     source = folder / "copied"
