@@ -2,6 +2,7 @@
 
 #include <executorch/runtime/platform/platform.h>
 
+#include <cstdio>
 #include <mutex>
 #include <set>
 #include <string>
@@ -17,7 +18,11 @@ std::set<std::string> missing;
 std::vector<std::string> others;
 
 void keep(et_timestamp_t, et_pal_log_level_t level, const char*, const char*, size_t, const char* text, size_t length) {
-  if (level != kError && level != kFatal) return;
+  if (level == kFatal) {  // the runtime ends the process next
+    std::fprintf(stderr, "moepack_runner: %.*s\n", static_cast<int>(length), text);
+    return;
+  }
+  if (level != kError) return;
   const std::lock_guard<std::mutex> lock(mutex);
   const std::string message(text, length);
   const auto name = message.rfind(kMissing, 0) == 0 ? message.find(' ', sizeof kMissing - 1) : std::string::npos;
