@@ -86,6 +86,14 @@ class PackedExperts(nn.Module):
             a.weight_on_input,
         )
 
+    def _rows(self, x: Tensor, name: str) -> Tensor:
+        """[..., D] -> [T, D]; a width that only divides the number of elements is refused."""
+        if x.dim() == 0 or x.shape[-1] != self.dim:
+            raise UnsupportedError(
+                f"{name} is {list(x.shape)}; these experts take [..., {self.dim}]"
+            )
+        return x.reshape(-1, self.dim)
+
     def _register(self, name: str, tensor: Tensor | None) -> None:
         # A buffer registered as None makes torch.export miscount the buffers of a root module.
         if tensor is None:
@@ -112,8 +120,15 @@ class QuantizedExperts(PackedExperts):
     """Takes the place of a block's `experts`: the router and the block's own code stay."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states [..., D], top_k_index and top_k_weights [T, K] -> hidden_states' shape."""
-        flat = hidden_states.reshape(-1, self.dim)
+        """hidden_states [..., D], top_k_index (integers) and top_k_weights [T, K] -> hidden_states'
+        shape. Another width, or ids that are no integers, are an UnsupportedError.
+        """
+        flat = self._rows(hidden_states, "hidden_states")
+        if top_k_index.is_floating_point() or top_k_index.dtype == torch.bool:
+            raise UnsupportedError(
+                f"top_k_index is {top_k_index.dtype}; expert ids are integers (int64 or int32). "
+                "Are top_k_index and top_k_weights exchanged?"
+            )
         y = self.experts(flat, top_k_index.to(torch.int64), top_k_weights.to(torch.float32))
         return y.view(hidden_states.shape)
 
@@ -178,7 +193,7 @@ class QuantizedMoEFFN(PackedExperts):
         self.returns = "shaped"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        x = hidden_states.reshape(-1, self.dim)
+        x = self._rows(hidden_states, "hidden_states")
         shared = self.get_submodule(self.shared_name) if self.shared_name else None
         gate = self.get_submodule(self.shared_gate_name) if self.shared_gate_name else None
         with self.reading():
@@ -275,7 +290,8 @@ class RoutedExperts(QuantizedMoEFFN):
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: None = None
     ) -> Tensor:
         """hidden_states [..., D], top_k_index: the router's input -> hidden_states' shape."""
-        x, router_x = (t.reshape(-1, self.dim) for t in (hidden_states, top_k_index))
+        x = self._rows(hidden_states, "hidden_states")
+        router_x = self._rows(top_k_index, "the router's input")
         return self.routed(x, router_x).view(hidden_states.shape)
 
 

@@ -131,6 +131,37 @@ def test_experts_take_what_routers_give() -> None:
     assert torch.equal(y, experts(x, ids.long(), weights.float()))
 
 
+@pytest.mark.parametrize("shape", [(2, 32), (4, 128), (64, 1), (64, 5), (0, 32), ()])
+def test_another_width_is_refused_though_its_elements_divide(shape: tuple[int, ...]) -> None:
+    x = torch.zeros(shape)
+    with pytest.raises(UnsupportedError, match=r"hidden_states is \[.*take \[\.\.\., 64\]"):
+        packed_block("qwen3_moe")(x)
+    block = packed_block("phimoe")
+    ids = torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(UnsupportedError, match=r"hidden_states is \[.*take \[\.\.\., 64\]"):
+        block.get_submodule("experts")(x, ids, torch.ones(2, 1))
+    routed = packed_block("gpt_oss").get_submodule("experts")
+    with pytest.raises(UnsupportedError, match="the router's input is"):
+        routed(torch.zeros(2, 64), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_ids_that_are_no_integers_are_refused(dtype: torch.dtype) -> None:
+    experts = packed_block("phimoe").get_submodule("experts")
+    ids = torch.rand(3, 2).to(dtype)
+    with pytest.raises(UnsupportedError, match=f"top_k_index is {dtype}"):
+        experts(torch.zeros(3, 64), ids, torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "phimoe"])
+def test_compiles_with_a_dynamic_number_of_tokens(family: str) -> None:
+    block = packed_block(family).eval()
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (2, 5):
+        x = torch.randn(1, tokens, 64)
+        assert torch.equal(run(compiled, x), run(block, x))
+
+
 def test_blobs_of_other_sizes_are_refused() -> None:
     attributes = ExpertAttributes(32, "int4-g32")
     blob = torch.zeros(2, 100, dtype=torch.uint8)
