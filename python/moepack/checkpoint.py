@@ -25,15 +25,14 @@ from moepack import completeness, placement
 from moepack.attributes import ExpertAttributes, RoutingAttributes
 from moepack.errors import MoePackError
 from moepack.families import FoundBlock, find_blocks
-from moepack.manifest import package_versions
+from moepack.manifest import METHOD_NAME, PACKED_FILE, package_versions
 from moepack.modules import PackedExperts, QuantizedExperts, QuantizedMoEFFN, RoutedExperts
 from moepack.online.filling import shortened
-from moepack.online.loading import METHOD_NAME, load_packed
+from moepack.online.loading import load_packed
 from moepack.staging import staged
 from moepack.tokenizer import FILES as TOKENIZER_FILES
 
 DESCRIPTION_FILES = ("config.json", "generation_config.json")
-PACKED_FILE = "moepack.json"
 FORMAT = 1
 _WEIGHTS = "model.safetensors"
 
@@ -82,7 +81,7 @@ def save_packed(model: nn.Module, source: Path, out: Path, *, force: bool = Fals
 
     `out` appears complete or not at all. Raises MoePackError when it exists and `force` is false.
     """
-    with staged(out, force) as stage:
+    with staged(out, force, [source]) as stage:
         tensors, ties = _untied(model.state_dict())
         save_file(tensors, stage / _WEIGHTS, metadata={"format": "pt"})
         description = {

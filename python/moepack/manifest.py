@@ -14,6 +14,8 @@ from moepack.errors import MoePackError
 
 FILE_NAME = "manifest.json"
 PROGRAM = "model.pte"
+PACKED_FILE = "moepack.json"  # marks a packed checkpoint
+METHOD_NAME = "moepack"  # quant_method in the config.json of a packed checkpoint
 FORMAT = 1
 _CHUNK = 1 << 22
 

@@ -18,8 +18,9 @@ from made_programs import (
     made_model,
     write_checkpoint,
 )
-from moepack.checkpoint import PACKED_FILE, empty_model, load_model, save_packed
+from moepack.checkpoint import empty_model, load_model, save_packed
 from moepack.errors import BadWeights, MoePackError
+from moepack.manifest import PACKED_FILE
 from moepack.online import quantize_checkpoint
 
 IDS = torch.arange(3, 20)[None]

@@ -279,3 +279,14 @@ def test_default_options_of_every_family(family: str, tmp_path: Path) -> None:
     export(checkpoint(family), tmp_path / "out")
     program = Program.load(tmp_path / "out")
     assert len(list(Generation(program, PROMPT, max_new_tokens=8))) <= 8
+
+
+def test_source_is_never_replaced(tmp_path: Path) -> None:
+    source = shutil.copytree(checkpoint("mixtral"), tmp_path / "model")
+    before = sorted(tmp_path.rglob("*"))
+    for out in (source, source / "out", tmp_path):
+        with pytest.raises(MoePackError, match="the source"):
+            export(source, out, force=True)
+        with pytest.raises(MoePackError, match="the source"):
+            export(made_model("mixtral"), out, tokenizer_dir=source, force=True)
+    assert sorted(tmp_path.rglob("*")) == before

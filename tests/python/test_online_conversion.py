@@ -116,7 +116,7 @@ def test_other_settings_begin_anew(tmp_path: Path) -> None:
 
 def test_refusals_name_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = saved(tiny_models.build("qwen3_moe"), tmp_path / "float")
-    with pytest.raises(MoePackError, match="exists"):
+    with pytest.raises(MoePackError, match="is the source"):
         quantize_checkpoint(source, source, ONE)
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patch:
@@ -131,6 +131,20 @@ def test_refusals_name_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(MoePackError, match="--force"):
         quantize_checkpoint(source, tmp_path / "out", ONE)
     quantize_checkpoint(source, tmp_path / "out", ONE, force=True)
+
+
+@pytest.mark.parametrize("out", ["float", "float/packed", "."])
+def test_source_and_foreign_files_are_kept(tmp_path: Path, out: str) -> None:
+    source = saved(tiny_models.build("qwen3_moe"), tmp_path / "all" / "float")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(MoePackError, match="the source"):
+        quantize_checkpoint(source, tmp_path / "all" / out, ONE, force=True)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "notes.txt").touch()
+    with pytest.raises(MoePackError, match=r"notes\.txt"):
+        quantize_checkpoint(source, foreign, ONE, force=True)
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, foreign, foreign / "notes.txt"])
 
 
 def test_anonymous_memory_is_a_few_experts(tmp_path: Path) -> None:

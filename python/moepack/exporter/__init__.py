@@ -97,7 +97,8 @@ def export(
     options = ExportOptions(scheme, linear, embedding, logits, max_seq_len)
     tell = progress or (lambda step: None)
     target = Path(out_dir)
-    with staged(target, force) as stage:
+    given = [p for p in (model_or_dir, tokenizer_dir) if isinstance(p, (str, Path))]
+    with staged(target, force, [Path(path) for path in given]) as stage:
         tell("Loading the model")
         source = open_source(model_or_dir, None if tokenizer_dir is None else Path(tokenizer_dir))
         text = None if source.directory is None else tokens.copy_tokenizer(source.directory, stage)

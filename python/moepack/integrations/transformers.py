@@ -21,11 +21,12 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moepack.errors import BadWeights, MoePackError, UnsupportedError
+from moepack.manifest import METHOD_NAME
 from moepack.modules import PackedExperts
 from moepack.online.blocks import OnlineBlock
 from moepack.online.files import read_entries
 from moepack.online.filling import shortened
-from moepack.online.loading import METHOD_NAME, Settings, online_blocks, place_empty, settings_of
+from moepack.online.loading import Settings, online_blocks, place_empty, settings_of
 from moepack.online.mapping import NameMapping, Target, Unit
 from moepack.online.stored import StoredTensor
 from moepack.placement import put

@@ -19,16 +19,18 @@ from torch import Tensor, nn
 
 from moepack import packing
 from moepack.errors import MoePackError
+from moepack.manifest import METHOD_NAME
 from moepack.modules import PackedExperts
 from moepack.online.adapter import check_classes
 from moepack.online.blocks import OnlineBlock
 from moepack.online.files import MappedFile, copy_tensors, read_entries
 from moepack.online.filling import Filled, Filling
-from moepack.online.loading import METHOD_NAME, Progress, Settings, meta_model, online_blocks
+from moepack.online.loading import Progress, Settings, meta_model, online_blocks
 from moepack.online.mapping import NameMapping
 from moepack.online.memory import PeakMemory, available_bytes
 from moepack.online.sources import SafetensorsDirectory
 from moepack.online.stored import Decoder, StoredTensor
+from moepack.staging import put_in_place, require_output
 from moepack.tokenizer import FILES as TOKENIZER_FILES
 
 INDEX = "model.safetensors.index.json"
@@ -90,8 +92,7 @@ def quantize_checkpoint(
     `force` is false, and without the disk or memory for it, with the numbers; else as `load`.
     """
     source, target = Path(directory), Path(out)
-    if target.exists() and not force:
-        raise MoePackError(f"{target} exists; choose another output or pass --force to replace it")
+    require_output(target, force, [source])
     began = time.perf_counter()
     with PeakMemory() as memory, torch.no_grad():
         work = _Work(source, target, settings or Settings())
@@ -158,10 +159,9 @@ class _Work:
         return done
 
     def put_in_place(self, force: bool) -> None:
+        require_output(self.target, force, [self.source])
         (self.stage / _STATE).unlink()
-        if force and self.target.exists():
-            shutil.rmtree(self.target)
-        self.stage.rename(self.target)
+        put_in_place(self.stage, self.target)
 
     def _begin(self) -> None:
         """Goes on with unfinished work if it is this one, else begins anew."""

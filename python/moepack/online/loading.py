@@ -24,7 +24,6 @@ from moepack.placement import put
 from moepack.planner import Plan, plan_blocks
 from moepack.schemes import Scheme
 
-METHOD_NAME = "moepack"  # quant_method in config.json
 LoadFormat = Literal["safetensors", "dummy"]
 Progress = Callable[[str, int, int], None]
 
