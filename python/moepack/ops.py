@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import moepack
 from moepack import _core
@@ -24,6 +25,7 @@ _OPS: dict[str, Callable[..., None]] = {
     "quantized_experts": _core.check_quantized_experts,
 }
 
+_AUTOGRAD = torch.library.Library("moepack", "IMPL")  # what it registers lives as long as it does
 _executorch_loaded = False
 
 
@@ -196,7 +198,8 @@ def load() -> None:
         torch.library.register_fake(f"moepack::{name}", meta)
         torch.library.register_fake(f"moepack::{name}.out", meta)
         if not _has_autograd(name):
-            torch.library.register_autograd(f"moepack::{name}", _no_gradient(name))
+            kernel = _autograd_kernel(getattr(torch.ops.moepack, name).default)
+            _AUTOGRAD.impl(name, kernel, "Autograd")
 
 
 def _library(name: str) -> Path:
@@ -269,14 +272,47 @@ def _require_same_tokens(op: Any, name: str, tensor: Tensor, x: Tensor) -> None:
         )
 
 
-def _no_gradient(name: str) -> Callable[..., None]:
-    def backward(context: Any, gradient: Tensor) -> None:
+def _autograd_kernel(op: Any) -> Callable[..., Tensor]:
+    """Raises where a gradient or a tangent is asked for; else only hands the call on."""
+
+    def refuse(*_: Any) -> Any:
         raise MoePackError(
-            f"moepack::{name} has no gradient: packed experts are for inference. Run it under "
+            f"{op.name()} has no gradient: packed experts are for inference. Run it under "
             "torch.no_grad(), or turn the model back into float modules with moepack.dequantize_"
         )
 
-    return backward
+    def compute(*arguments: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            result: Tensor = op(*arguments)
+        return result
+
+    class WithoutGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, *arguments: Any) -> Tensor:
+            return compute(*arguments)
+
+        @staticmethod
+        def backward(context: Any, *gradients: Any) -> Any:
+            return refuse()
+
+    def kernel(*arguments: Any) -> Tensor:
+        # Gradients may be off while a level of forward-mode differentiation is open.
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, arguments)):
+            refuse()
+        if torch.is_grad_enabled() and any(map(_requires_gradient, arguments)):
+            result: Tensor = WithoutGradient.apply(*arguments)  # type: ignore[no-untyped-call]
+            return result
+        return compute(*arguments)
+
+    return kernel
+
+
+def _has_tangent(value: Any) -> bool:
+    return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
+
+
+def _requires_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 load()

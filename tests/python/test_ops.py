@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from moepack import _core, ops, packing, reference
 from moepack.errors import MoePackError, UnsupportedError
@@ -598,6 +599,22 @@ def test_gradients_are_refused(small: Layer) -> None:
         experts(small, small.x(2), ids, weights).sum().backward()
     with torch.no_grad():
         assert not ffn(small, x).requires_grad
+
+
+@pytest.mark.parametrize("is_grad_on", [True, False])
+def test_tangents_are_refused(small: Layer, is_grad_on: bool) -> None:
+    x, ids, weights = small.x(2), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    expected = ffn(small, x)
+    with torch.set_grad_enabled(is_grad_on), forward_ad.dual_level():
+        assert torch.equal(ffn(small, x), expected)
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(MoePackError, match="quantized_moe_ffn has no gradient"):
+            ffn(small, dual)
+        dual = forward_ad.make_dual(weights, torch.ones_like(weights))
+        with pytest.raises(MoePackError, match="quantized_experts has no gradient"):
+            experts(small, x, ids, dual)
+    with pytest.raises(MoePackError, match="has no gradient"):
+        torch.func.jvp(lambda v: ffn(small, v), (x,), (x,))
 
 
 def test_opcheck(small: Layer) -> None:
