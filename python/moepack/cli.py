@@ -211,14 +211,16 @@ def bench(
     from moepack import bench as measure
 
     counts = measure.parse_tokens(tokens)
+    if plot is not None:
+        from moepack.bench.chart import require_writable, save
+
+        require_writable(plot)
     with _steps() as steps:
         steps.begin("Measuring")
         result = measure.bench(
             measure.parse_shape(shape), counts, scheme, threads, isa, rounds, steps.advance
         )
     if plot is not None:
-        from moepack.bench.chart import save
-
         save(result, plot)
     _print(result, as_json)
 

@@ -20,6 +20,7 @@ from moepack.checkpoint import load_model
 from moepack.errors import MoePackError
 from moepack.manifest import PROGRAM
 from moepack.runtime import Program
+from moepack.threads import require_threads
 
 # Token ids [T] -> logits [T, vocabulary], row t for the token after t.
 Scorer = Callable[[Tensor], Tensor]
@@ -77,6 +78,7 @@ def perplexity(
 
 def open_model(path: Path, threads: int | None = None) -> nn.Module | Program:
     """An exported program (.pte or its directory), or the model of a checkpoint directory."""
+    require_threads(threads)
     if path.is_dir() and not (path / PROGRAM).is_file():
         if threads is not None:
             torch.set_num_threads(threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from moepack.manifest import (
     size_differences,
 )
 from moepack.program_file import ProgramFile, open_program
+from moepack.threads import require_threads
 from moepack.tokenizer import TextStream, Tokenizer
 
 
@@ -50,6 +52,7 @@ class Program:
         the process. `verify` reads every byte and compares it with the manifest. Raises
         MoePackError when a file is damaged or an operator or backend is missing here.
         """
+        require_threads(threads)
         place = Path(path)
         directory = place if place.is_dir() else place.parent
         file = open_program(place / PROGRAM if place.is_dir() else place)
@@ -115,8 +118,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise MoePackError(f"temperature is {self.temperature}; it must be 0 or more")
+        if not 0 <= self.temperature < math.inf:
+            raise MoePackError(f"temperature is {self.temperature}; it must be 0 or more, finite")
+        if not -(1 << 63) <= self.seed < 1 << 64:
+            raise MoePackError(f"seed is {self.seed}; it must be -2^63 to 2^64 - 1")
 
 
 @dataclass
@@ -163,6 +168,8 @@ class Generation:
                 f"the prompt has {len(prompt)} tokens, the context ends at {program.max_seq_len}; "
                 "shorten it or export with a larger --max-seq-len"
             )
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise MoePackError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
         self.stats = GenerationStats(prompt_tokens=len(prompt))
         self._program = program
         self._prompt = list(prompt)
@@ -172,9 +179,6 @@ class Generation:
     def __iter__(self) -> Iterator[int]:
         stats, program = self.stats, self._program
         generator = torch.Generator().manual_seed(self._sampling.seed)
-        if self._limit is not None and self._limit < 1:
-            stats.stop = "length"
-            return
         began = time.perf_counter()
         row = program.logits(self._prompt)[-1]
         stats.prefill_seconds = time.perf_counter() - began
@@ -249,8 +253,7 @@ def set_threads(threads: int | None) -> None:
     """Sizes ExecuTorch's thread pool; None leaves it. No program may be running meanwhile."""
     if threads is None:
         return
-    if threads < 1:
-        raise MoePackError(f"threads is {threads}; it must be at least 1")
+    require_threads(threads)
     from executorch.extension.pybindings import portable_lib
 
     portable_lib._unsafe_reset_threadpool(threads)
@@ -295,7 +298,11 @@ def _check_files(directory: Path, file: ProgramFile, manifest: Manifest, verify:
 def _choose(row: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     if sampling.temperature == 0:
         return int(row.argmax())
-    weights = torch.softmax(row / sampling.temperature, -1)
+    below = row.double() - row.max()
+    if not below.isfinite().any():
+        raise MoePackError("the program's logits are not numbers; `moepack inspect --verify` it")
+    # In fp64, and at most 0 before the division: the smallest temperature overflows to -inf only.
+    weights = torch.softmax(below / sampling.temperature, -1)
     return int(torch.multinomial(weights, 1, generator=generator))
 
 

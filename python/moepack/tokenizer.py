@@ -57,6 +57,13 @@ class Tokenizer:
         return found
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Raises MoePackError for what is no valid Unicode, such as undecodable arguments."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise MoePackError(
+                f"the text is no valid Unicode: character {error.start} is half of a surrogate pair"
+            ) from error
         ids: list[int] = self.backend.encode(text, add_special_tokens=special_tokens).ids
         return ids
 

@@ -88,6 +88,13 @@ def test_run_says_when_the_context_is_full(capsys: pytest.CaptureFixture[str]) -
     assert "context ends at 64" in err
 
 
+@pytest.mark.parametrize("mode", [[], ["--raw"]])
+def test_prompts_that_are_no_unicode(capsys: pytest.CaptureFixture[str], mode: list[str]) -> None:
+    code, _, err = call(capsys, "run", exported(), "--prompt", "the \udce9", *mode)
+    assert code == 1
+    assert err.startswith("moepack: the text is no valid Unicode: character 4")
+
+
 def test_inspect_and_its_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert json_of(capsys, "inspect", exported(), "--verify")["problems"] == []
     out = copied(exported(), tmp_path / "out")
@@ -111,6 +118,15 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
         (["inspect", "/no/such/place"], "no such file"),
         (["run", "/no/such/place", "--prompt", "x"], "/no/such/place"),
         (["eval", "/no/such/place", "--text", "x"], "/no/such/place"),
+        (["quantize", "/no/such/place", "-o", "/no/such/out", "--threads", "0"], "1 to 1024"),
+        (["eval", "/no/such/place", "--text", "x", "--threads", "99999999"], "1 to 1024"),
+        (["bench", "--threads", "99999999"], "1 to 1024"),
+        (["bench", "--rounds", "0"], "rounds is 0"),
+        (["bench", "--plot", "/no/such/place/a.png"], "/no/such/place/a.png: cannot be written"),
+        (["bench", "--plot", "a.docx"], "a.docx: no kind of picture"),
+        (["run", "/no/such/place", "--prompt", "x", "--threads", "99999999"], "1 to 1024"),
+        (["run", "/no/such/place", "--prompt", "x", "--seed", "99999999999999999999"], "seed is"),
+        (["run", "/no/such/place", "--prompt", "x", "--temperature", "nan"], "temperature is nan"),
         (["export", "/no/such/place", "-o", "/no/such/out", "--linear", "int3"], "8da4w, float"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
@@ -11,12 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from made_programs import CONTEXT, VOCAB, copied, exported, scratch
+from made_programs import CONTEXT, VOCAB, checkpoint, copied, exported, scratch
 from moepack.attributes import ExpertAttributes, RoutingAttributes
+from moepack.bench import bench
 from moepack.errors import MoePackError
+from moepack.evaluate import open_model
 from moepack.exporter.lowering import write_program
 from moepack.manifest import FILE_NAME, PROGRAM
 from moepack.modules import QuantizedMoEFFN
+from moepack.online import Settings
 from moepack.program_file import open_program
 from moepack.runtime import (
     Generation,
@@ -60,7 +64,8 @@ def test_generation_ends_after_the_asked_number(program: Program) -> None:
     generation = Generation(program, PROMPT, max_new_tokens=3)
     assert len(list(generation)) == 3
     assert generation.stats.stop == "length"
-    assert list(Generation(program, PROMPT, max_new_tokens=0)) == []
+    with pytest.raises(MoePackError, match="max_new_tokens is 0"):
+        Generation(program, PROMPT, max_new_tokens=0)
 
 
 def test_generation_ends_at_the_end_of_text(
@@ -80,8 +85,33 @@ def test_seed_fixes_what_is_drawn(program: Program) -> None:
 
     assert drawn(1) == drawn(1)
     assert drawn(1) != drawn(2)
-    with pytest.raises(MoePackError, match="temperature"):
-        Sampling(temperature=-1)
+    for temperature in (-1, math.nan, math.inf):
+        with pytest.raises(MoePackError, match="temperature"):
+            Sampling(temperature=temperature)
+    for seed in (1 << 64, -(1 << 63) - 1, 10**30):
+        with pytest.raises(MoePackError, match=f"seed is {seed}"):
+            Sampling(1.0, seed)
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 5e-324])
+def test_tiny_temperatures_choose_the_likeliest_token(program: Program, temperature: float) -> None:
+    sampling = Sampling(temperature, seed=(1 << 64) - 1)
+    found = list(Generation(program, PROMPT, max_new_tokens=8, sampling=sampling))
+    assert found == list(Generation(program, PROMPT, max_new_tokens=8))
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1025, 99_999_999, 10**30])
+def test_thread_counts_have_bounds(threads: int) -> None:
+    with pytest.raises(MoePackError, match=f"threads is {threads}; it must be 1 to 1024"):
+        Program.load(exported(), threads=threads)
+    with pytest.raises(MoePackError, match="1 to 1024"):
+        set_threads(threads)
+    with pytest.raises(MoePackError, match="1 to 1024"):
+        open_model(checkpoint("mixtral"), threads)
+    with pytest.raises(MoePackError, match="1 to 1024"):
+        Settings(threads=threads)
+    with pytest.raises(MoePackError, match="1 to 1024"):
+        bench((64, 48, 4, 2), (1,), threads=threads)
 
 
 def test_second_sequence_does_not_see_the_first(program: Program) -> None:
@@ -121,7 +151,7 @@ def test_thread_count_is_set_and_changes_no_bit(program: Program) -> None:
         assert thread_count() == threads
         results.append(Program.load(exported()).logits(PROMPT))
     assert torch.equal(results[0], results[1])
-    with pytest.raises(MoePackError, match="at least 1"):
+    with pytest.raises(MoePackError, match="1 to 1024"):
         set_threads(0)
 
 

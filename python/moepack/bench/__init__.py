@@ -24,6 +24,7 @@ from moepack.errors import UnsupportedError, VerificationError
 from moepack.packing import pack
 from moepack.quantizer import QuantizedMatrix
 from moepack.schemes import Scheme, scheme
+from moepack.threads import require_threads
 
 SHAPES = {
     "qwen3-30b-a3b": (2048, 768, 128, 8),
@@ -112,6 +113,9 @@ def bench(
     progress: Callable[[float], None] | None = None,
 ) -> BenchResult:
     """Measures one layer of made experts: D, F, E, K. Leaves torch's thread count as it was."""
+    require_threads(threads)
+    if rounds < 1:
+        raise UnsupportedError(f"rounds is {rounds}; it must be at least 1")
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)
     try:

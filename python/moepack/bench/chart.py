@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 from moepack.bench import BenchResult
 from moepack.errors import MoePackError
 
 
+def require_writable(path: Path) -> None:
+    """Raises MoePackError where `save` could not write, before minutes of measuring."""
+    figure = _figure()
+    kinds = sorted(figure.canvas.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise MoePackError(f"{path}: no kind of picture by its name; supported: {', '.join(kinds)}")
+    try:
+        is_blocked = path.is_dir() or not path.absolute().parent.is_dir()
+        place = path if path.exists() else path.absolute().parent
+    except (OSError, ValueError) as error:
+        raise MoePackError(f"{path}: cannot be written: {error}") from error
+    if is_blocked or not os.access(place, os.W_OK):
+        raise MoePackError(f"{path}: cannot be written; name a file in a directory that exists")
+
+
 def save(result: BenchResult, path: Path) -> None:
     """Speed over multiply-accumulates per byte of weights, under memory's and arithmetic's roof."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MoePackError('a chart needs matplotlib: pip install "moepack[plot]"') from error
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = _figure()
     axes = figure.add_subplot()
     intensities = [row.macs_per_byte for row in result.rows]
     span = (min(intensities) / 2, max(*intensities, _ridge(result)) * 2)
@@ -45,3 +58,11 @@ def save(result: BenchResult, path: Path) -> None:
 
 def _ridge(result: BenchResult) -> float:
     return result.limits.int4_gmac_per_s / result.limits.read_huge_gb_per_s
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MoePackError('a chart needs matplotlib: pip install "moepack[plot]"') from error
+    return Figure(figsize=(7, 4.5), layout="constrained")

@@ -23,6 +23,7 @@ from moepack.evaluate import Perplexity, perplexity
 from moepack.exporter import ExportResult, export
 from moepack.manifest import PROGRAM, package_versions
 from moepack.runtime import Generation, Program, Sampling, stream_text, thread_count
+from moepack.threads import require_threads
 from moepack.tokenizer import Tokenizer
 
 MODEL = Path(__file__).parent / "model"
@@ -123,6 +124,7 @@ def run(
     `threads` is for the exported program; torch's part runs on one.
     Raises VerificationError when the .pte and the eager packed model disagree.
     """
+    require_threads(threads)
     watcher = audience or Audience()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="moepack-demo-") as scratch, _single_thread():

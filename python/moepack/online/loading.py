@@ -23,6 +23,7 @@ from moepack.online.sources import Dummy, SafetensorsDirectory, Source
 from moepack.placement import put
 from moepack.planner import Plan, plan_blocks
 from moepack.schemes import Scheme
+from moepack.threads import require_threads
 
 LoadFormat = Literal["safetensors", "dummy"]
 Progress = Callable[[str, int, int], None]
@@ -39,6 +40,9 @@ class Settings:
     sqnr_floor: float | None = None
     threads: int | None = None
     methods: Mapping[str, OnlineMethod] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_threads(self.threads)
 
     @property
     def workers(self) -> int:
