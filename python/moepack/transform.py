@@ -47,8 +47,9 @@ def quantize_(
 
     All blocks are read and checked first: structure (UnsupportedError, NoMoEBlock), finite weights
     (BadWeights), the adapter against the original (VerificationError). If that fails the model has
-    not been touched. Then block after block is packed and its original dropped. If a block then
-    falls below the SQNR floor (VerificationError) it stays in float, the ones before it stay
+    not been touched. Then block after block is packed, compared once more and its original dropped.
+    A block that falls below the SQNR floor, overflows when packed, or routes in the operator other
+    than the router that was read (VerificationError) stays in float, the ones before it stay
     packed. A model that is packed already is left alone, and the report says so.
     """
     found = find_blocks(model)

@@ -63,7 +63,7 @@ def probes(tokens: int, dim: int, seed: int = 0) -> Tensor:
 @torch.no_grad()
 def check_adapter(path: str, spec: BlockSpec, *, fused: bool = True) -> AdapterCheck:
     """Raises VerificationError where the neutral form is not what the original block computes."""
-    error = _experts_error(spec)
+    error = _experts_error(path, spec)
     _refuse(path, "the experts", error)
     tokens = 0
     if spec.router is not None and fused:
@@ -71,6 +71,16 @@ def check_adapter(path: str, spec: BlockSpec, *, fused: bool = True) -> AdapterC
         _refuse(path, "the router, the shared expert or their sum", around)
         error = max(error, around)
     return AdapterCheck(error, spec.experts.num_experts, tokens)
+
+
+def _require_finite(path: str, what: str, expected: Tensor) -> None:
+    """Nothing can be compared with an original that overflows; that is no fault of the reading."""
+    if not bool(expected.isfinite().all()):
+        raise VerificationError(
+            f"{path or '(root)'}: the original block's own result ({what}) is not finite in "
+            "float32 for ordinary inputs: its weights are too large to compute with. Mend them, or "
+            f"leave the block out: exclude=[{path!r}]"
+        )
 
 
 def _refuse(path: str, what: str, error: float) -> None:
@@ -91,7 +101,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((error / norm.clamp(min=torch.finfo(norm.dtype).tiny)).max())
 
 
-def _experts_error(spec: BlockSpec) -> float:
+def _experts_error(path: str, spec: BlockSpec) -> float:
     experts = spec.experts
     bytes_each = 3 * experts.model_dim * experts.inner_dim * 4
     window = max(1, min(experts.num_experts, _WINDOW_BYTES // bytes_each))
@@ -104,6 +114,7 @@ def _experts_error(spec: BlockSpec) -> float:
         ids = torch.stack([token % count, (token + 1) % count], dim=1)
         weights = 0.2 + torch.rand(ids.shape, generator=torch.Generator().manual_seed(first))
         expected = spec.oracle.experts(first, last)(x, ids, weights)
+        _require_finite(path, f"experts {first} to {last - 1}", expected)
         found = _float_experts(experts, x, ids + first, weights, experts.output_norm)
         errors.append(relative_error(found, expected))
     return _largest(errors)
@@ -132,6 +143,7 @@ def _around_experts_error(path: str, spec: BlockSpec, router: RouterSpec) -> tup
     x = probes(_ROUTER_TOKENS, dim)
     original = spec.oracle.block(stand_in)
     expected = _output(path, original, x, spec.combination)
+    _require_finite(path, "its router, shared expert or their sum", expected)
     routing, is_decided = route_decided(x, router)
     weights = routing.weights.float()
     if router.output_scale is not None:
@@ -179,7 +191,13 @@ def check_quantized(path: str, spec: BlockSpec, module: PackedExperts) -> Quanti
     ids = torch.arange(x.shape[0])[:, None] % experts.num_experts
     ones = torch.ones(ids.shape)
     expected = _float_experts(experts, x, ids, ones)
+    _require_finite(path, "its experts", expected)
     found = module.experts(x, ids, ones)
+    if not bool(found.isfinite().all()):
+        raise VerificationError(
+            f"{path or '(root)'}: packed experts overflow float32 where the original's result is "
+            f"still finite: weights this large cannot be packed; leave it out: exclude=[{path!r}]"
+        )
     noise = torch.where(torch.maximum(found.abs(), expected.abs()) < _SILENT, 0.0, found - expected)
     by_expert = [
         t.double().square().sum(-1).view(-1, experts.num_experts).sum(0) for t in (expected, noise)

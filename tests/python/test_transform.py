@@ -283,6 +283,29 @@ def test_a_router_weight_that_is_not_finite() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["gate.weight", "experts.down_proj", "experts.gate_up_proj"])
+def test_an_original_that_overflows_is_named_before_anything_is_touched(name: str) -> None:
+    model = tiny_models.build("mixtral")
+    weight = model.get_parameter(f"model.layers.1.mlp.{name}")
+    weight.copy_(weight.sign() * 3e38)
+    before = dict(model.named_modules())
+    expected = r"model\.layers\.1\.mlp: the original block's own result .* is not finite in float32"
+    with pytest.raises(VerificationError, match=expected):
+        moepack.quantize_(model)
+    assert dict(model.named_modules()) == before
+    report = moepack.quantize_(model, exclude=["model.layers.1.mlp"])
+    assert [block.path for block in report.blocks] == ["model.layers.0.mlp"]
+
+
+@torch.no_grad()
+def test_a_kernel_that_overflows_where_the_original_does_not() -> None:
+    model = tiny_models.build("mixtral")
+    model.get_parameter("model.layers.1.mlp.experts.gate_up_proj").mul_(1e17)
+    with pytest.raises(VerificationError, match=r"model\.layers\.1\.mlp: packed experts overflow"):
+        moepack.quantize_(model)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_constant_rows(sign: float) -> None:
     model = tiny_models.build("qwen3_moe")
