@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -272,7 +273,29 @@ def demo(
 
 
 def main() -> None:
-    """Errors are one line on stderr and exit code 1; MOEPACK_DEBUG shows where they came from."""
+    """Errors are one line on stderr and exit code 1; MOEPACK_DEBUG shows where they came from.
+
+    SIGTERM and SIGHUP end the command as Ctrl-C does, with exit codes 143 and 129.
+    """
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in kept.items():
+        if handler != signal.SIG_IGN:  # under nohup, it stays ignored
+            signal.signal(number, _end)
+    try:
+        _main()
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: object) -> None:
+    """Unwinds, so that what is half written is removed; a second signal would stop that."""
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def _main() -> None:
     if os.environ.get("MOEPACK_DEBUG"):
         app()
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,31 @@ def test_prompts_that_are_no_unicode(capsys: pytest.CaptureFixture[str], mode: l
     code, _, err = call(capsys, "run", exported(), "--prompt", "the \udce9", *mode)
     assert code == 1
     assert err.startswith("moepack: the text is no valid Unicode: character 4")
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_leaves_nothing_behind(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    number: signal.Signals,
+    expected: int,
+) -> None:
+    from moepack import exporter
+
+    stages: list[Path] = []
+
+    def end(*_: Any) -> None:
+        stages.extend(tmp_path.rglob("*.tmp"))
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(exporter, "open_source", end)
+    before = signal.getsignal(number)
+    code, _, err = call(capsys, "export", checkpoint("mixtral"), "-o", tmp_path / "new" / "out")
+    assert (code, len(stages)) == (expected, 1)
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) is before
 
 
 def test_inspect_and_its_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
