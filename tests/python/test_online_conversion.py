@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import tiny_models
 from made_checkpoints import copied, encoded, fp8_block, saved, stored_tensors
 from moepack import MoePackConfig, checkpoint
-from moepack.errors import MoePackError, UnsupportedError
+from moepack.errors import BadWeights, MoePackError, NoMoEBlock, UnsupportedError
 from moepack.modules import PackedExperts
 from moepack.online import Settings, conversion, load, quantize_checkpoint
 from moepack.online.loading import load_packed
@@ -145,6 +145,27 @@ def test_source_and_foreign_files_are_kept(tmp_path: Path, out: str) -> None:
     with pytest.raises(MoePackError, match=r"notes\.txt"):
         quantize_checkpoint(source, foreign, ONE, force=True)
     assert sorted(tmp_path.rglob("*")) == sorted([*before, foreign, foreign / "notes.txt"])
+
+
+@pytest.mark.parametrize("exclude", [["*"], ["*.0.mlp", "*.1.mlp"]])
+def test_nothing_to_quantize_is_said_first(tmp_path: Path, exclude: list[str]) -> None:
+    source = saved(tiny_models.build("qwen3_moe"), tmp_path / "float")
+    with pytest.raises(NoMoEBlock, match="nothing to quantize"):
+        quantize_checkpoint(source, tmp_path / "out", Settings(exclude=exclude, threads=1))
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_failure_leaves_nothing_or_says_where_it_lies(tmp_path: Path, layer: int) -> None:
+    float_ = saved(tiny_models.build("qwen3_moe", num_hidden_layers=3), tmp_path / "float")
+    tensors = stored_tensors(float_)
+    tensors[f"model.layers.{layer}.mlp.experts.1.up_proj.weight"].fill_(torch.nan)
+    source = copied(float_, tmp_path / "bad", tensors)
+    stage = tmp_path / ".out.unfinished"
+    with pytest.raises(BadWeights, match="expert 1") as caught:
+        quantize_checkpoint(source, tmp_path / "out", ONE)
+    assert stage.exists() == (layer == 2) == (str(stage) in str(caught.value))
+    assert not (tmp_path / "out").exists()
 
 
 def test_anonymous_memory_is_a_few_experts(tmp_path: Path) -> None:

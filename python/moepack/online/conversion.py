@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moepack import packing
-from moepack.errors import MoePackError
+from moepack.errors import MoePackError, NoMoEBlock
 from moepack.manifest import METHOD_NAME
 from moepack.modules import PackedExperts
 from moepack.online.adapter import check_classes
@@ -96,8 +96,16 @@ def quantize_checkpoint(
     began = time.perf_counter()
     with PeakMemory() as memory, torch.no_grad():
         work = _Work(source, target, settings or Settings())
-        done = work.run(progress)
-        work.put_in_place(force)
+        try:
+            done = work.run(progress)
+            work.put_in_place(force)
+        except BaseException as error:
+            if not work.remove_if_useless() and isinstance(error, MoePackError):
+                error.args = (
+                    f"{error}; blocks that are finished lie in {work.stage}, where the same "
+                    "command goes on: remove it if you do not",
+                )
+            raise
     done.peak_anonymous_bytes = memory.peak - memory.before
     done.seconds = time.perf_counter() - began
     return done
@@ -114,6 +122,8 @@ class _Work:
         self.model = meta_model(self.config, torch.float32)
         self.files: dict[str, MappedFile] = {}
         self.blocks, _ = online_blocks(self.model, settings, self._allocate)
+        if not self.blocks:
+            raise NoMoEBlock(f"{source}: nothing to quantize: every MoE block is excluded")
         self.empty = {block.path: block.empty() for block in self.blocks}
         self.prefix = {b.path: f"{b.packed_path}.".removeprefix(".") for b in self.blocks}
         self.consumed = _consumed(self.model, self.blocks, self.tensors)
@@ -157,6 +167,12 @@ class _Work:
                 )
             )
         return done
+
+    def remove_if_useless(self) -> bool:
+        """Removes the unfinished work unless a file of it is finished; is it gone?"""
+        if not any(self.stage.glob("*.safetensors")):
+            shutil.rmtree(self.stage, ignore_errors=True)
+        return not self.stage.exists()
 
     def put_in_place(self, force: bool) -> None:
         require_output(self.target, force, [self.source])
