@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -115,15 +115,16 @@ def plan(
     model: nn.Module,
     scheme: str | Scheme = "int4-g32",
     *,
-    exclude: Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     recipe: Mapping[str, str] | None = None,
     router: Literal["auto", "outside"] = "auto",
 ) -> Plan:
     """Finds every MoE block and says what `quantize_` would do with it. Changes nothing.
 
-    Patterns are module paths with shell wildcards. `recipe` maps patterns to schemes, or to "float"
-    to leave a block as it is; the first match wins, then `exclude`, then `scheme`. A pattern that
-    matches no block is an UnsupportedError. `router="outside"` leaves every router in PyTorch.
+    Patterns are module paths with shell wildcards; `exclude` is one or several. `recipe`
+    maps patterns to schemes, or to "float" to leave a block as it is; the first match wins, then
+    `exclude`, then `scheme`. A pattern that matches no block is an UnsupportedError.
+    `router="outside"` leaves every router in PyTorch.
     """
     return plan_blocks(
         model, find_blocks(model), scheme, exclude=exclude, recipe=recipe, router=router
@@ -135,17 +136,28 @@ def plan_blocks(
     found: Sequence[FoundBlock],
     scheme: str | Scheme,
     *,
-    exclude: Sequence[str],
+    exclude: str | Sequence[str],
     recipe: Mapping[str, str] | None,
     router: Literal["auto", "outside"],
 ) -> Plan:
     """`plan` for blocks that were found already."""
-    rules = dict(recipe or {}) | dict.fromkeys(exclude, FLOAT)
+    rules = _rules(exclude, recipe)
     _check_patterns(rules, found)
     outside_because = _why_all_outside(model, router)
     blocks = (_plan_block(block, scheme, rules, outside_because) for block in found)
     packed = sum(isinstance(module, PackedExperts) for module in model.modules())
     return Plan(tuple(blocks), packed)
+
+
+def _rules(exclude: str | Sequence[str], recipe: Mapping[str, str] | None) -> dict[str, str]:
+    if recipe is not None and not isinstance(recipe, Mapping):
+        raise UnsupportedError(
+            f"recipe is {recipe!r}; supported: a mapping from path patterns to schemes"
+        )
+    patterns = [exclude] if isinstance(exclude, str) else exclude
+    if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
+        raise UnsupportedError(f"exclude is {exclude!r}; supported: path patterns, as strings")
+    return dict(recipe or {}) | dict.fromkeys(patterns, FLOAT)
 
 
 def _check_patterns(rules: Mapping[str, str], found: Sequence[FoundBlock]) -> None:

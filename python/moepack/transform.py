@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -31,7 +33,7 @@ def quantize_(
     model: nn.Module,
     scheme: str | Scheme = "int4-g32",
     *,
-    exclude: Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     recipe: Mapping[str, str] | None = None,
     router: Literal["auto", "outside"] = "auto",
     rule: quantizer.Rule = "search",
@@ -52,6 +54,7 @@ def quantize_(
     than the router that was read (VerificationError) stays in float, the ones before it stay
     packed. A model that is packed already is left alone, and the report says so.
     """
+    _check_floor(sqnr_floor)
     found = find_blocks(model)
     decided = plan_blocks(model, found, scheme, exclude=exclude, recipe=recipe, router=router)
     report = Report(model, decided)
@@ -82,6 +85,18 @@ def quantize_(
             work.pop(0)
         )  # nothing here refers to the original afterwards: its memory is free
     return report
+
+
+def _check_floor(sqnr_floor: float | Mapping[str, float] | None) -> None:
+    named = sqnr_floor if isinstance(sqnr_floor, Mapping) else {"": sqnr_floor}
+    for pattern, floor in named.items():
+        if floor is None and not pattern:
+            continue
+        if not isinstance(floor, Real) or isinstance(floor, bool) or math.isnan(floor):
+            where = f"sqnr_floor[{pattern!r}]" if pattern else "sqnr_floor"
+            raise UnsupportedError(
+                f"{where} is {floor!r}; supported: a number of dB, or numbers by path pattern"
+            )
 
 
 @dataclass

@@ -167,3 +167,7 @@ def test_another_device_is_refused(tmp_path: Path) -> None:
 def test_importing_moepack_loads_no_transformers() -> None:
     code = "import sys, moepack, moepack.modules; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_pattern_to_exclude_may_be_a_string() -> None:
+    assert MoePackConfig(exclude="*.1.mlp").exclude == ["*.1.mlp"]

@@ -397,6 +397,32 @@ def test_what_transformers_hangs_on_every_router_is_no_obstacle() -> None:
     assert len(moepack.quantize_(model).blocks) == 2
 
 
+@pytest.mark.parametrize("floor", [math.nan, "x", True, {"*": math.nan}, {"*": None}])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_floor_that_is_no_number_is_refused(floor: Any, verify: bool) -> None:
+    model = tiny_models.executorch_block()
+    with pytest.raises(UnsupportedError, match=r"sqnr_floor(\['\*'\])? is .*supported: a number"):
+        moepack.quantize_(model, sqnr_floor=floor, verify=verify)
+
+
+def test_a_root_that_is_no_module_is_refused() -> None:
+    for call in (moepack.quantize_, moepack.plan):
+        with pytest.raises(UnsupportedError, match=r"model is NoneType; .*nn\.Module"):
+            call(None)  # type: ignore[arg-type]
+
+
+def test_one_pattern_may_be_a_string() -> None:
+    model = tiny_models.build("mixtral")
+    report = moepack.quantize_(model, exclude="*.1.mlp")
+    assert [block.path for block in report.blocks] == ["model.layers.0.mlp"]
+
+
+@pytest.mark.parametrize("arguments", [{"exclude": [1]}, {"exclude": 3}, {"recipe": "float"}])
+def test_patterns_that_are_no_strings_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=f"{next(iter(arguments))} is .*supported: "):
+        moepack.quantize_(tiny_models.executorch_block(), **arguments)
+
+
 def test_without_verification_the_report_says_so() -> None:
     report = moepack.quantize_(tiny_models.build("mixtral"), verify=False, threads=1)
     assert {block.sampled for block in report.blocks} == {"nothing: verify=False"}

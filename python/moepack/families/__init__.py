@@ -10,6 +10,7 @@ import re
 
 from torch import nn
 
+from moepack.errors import UnsupportedError
 from moepack.families.registry import Family, families, register_family
 from moepack.families.spec import (
     BlockSpec,
@@ -27,6 +28,8 @@ _NAMED_LIKE_A_BLOCK = re.compile(r"(MoE|Moe|MOE)(Block|Layer|FFN|FeedForward)?$"
 
 def find_blocks(model: nn.Module) -> list[FoundBlock]:
     """Every MoE block of the model, outermost only, each once with all its paths."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"model is {type(model).__name__}; supported: a torch.nn.Module")
     found: dict[int, FoundBlock] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if any(

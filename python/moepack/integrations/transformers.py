@@ -44,7 +44,7 @@ class MoePackConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self,
         scheme: str = "int4-g32",
         modules: Mapping[str, str] | Sequence[Sequence[str]] = (),
-        exclude: Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
         router: str = "auto",
         sqnr_floor: float | None = None,
         **kwargs: Any,
@@ -54,7 +54,7 @@ class MoePackConfig(QuantizationConfigMixin):  # type: ignore[misc]
         # Pairs: config.json sorts the keys of objects, and the order of patterns matters.
         pairs = modules.items() if isinstance(modules, Mapping) else modules
         self.modules = [[pattern, chosen] for pattern, chosen in pairs]
-        self.exclude = list(exclude)
+        self.exclude = [exclude] if isinstance(exclude, str) else list(exclude)
         self.router = router
         self.sqnr_floor = sqnr_floor
 
