@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moepack.errors import MoePackError
+from moepack.json_text import json_text
 
 if TYPE_CHECKING:
     from moepack.report import Steps
@@ -193,6 +193,8 @@ def evaluate(
         steps.begin("Scoring")
         found = perplexity(model, ids, window=window, stride=stride, progress=steps.advance)
     _print(found, as_json)
+    if not found.is_finite:
+        raise MoePackError(f"{target}: the perplexity is {found.value}; its weights are damaged")
 
 
 @app.command()
@@ -269,7 +271,7 @@ def demo(
     with Steps(console()) as steps:
         result = run_demo(steps, out_dir=out, threads=threads)
     if json_file is not None:
-        json_file.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
+        json_file.write_text(json_text(result.to_json()) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -353,7 +355,7 @@ def _print(value: Any, as_json: bool) -> None:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+    print(json_text(value))
 
 
 def _note(value: object) -> None:

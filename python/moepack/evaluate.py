@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from moepack.checkpoint import load_model
 from moepack.errors import MoePackError
+from moepack.json_text import finite
 from moepack.manifest import PROGRAM
 from moepack.runtime import Program
 from moepack.threads import require_threads
@@ -35,8 +36,14 @@ class Perplexity:
     window: int
     stride: int
 
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.value)
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain values; what is not finite becomes null."""
+        values: dict[str, Any] = finite(asdict(self))
+        return values
 
 
 def perplexity(
@@ -73,7 +80,11 @@ def perplexity(
         if end == len(tokens):
             break
     mean = total / scored
-    return Perplexity(math.exp(mean), mean, scored, windows, window, step)
+    try:
+        value = math.exp(mean)
+    except OverflowError:
+        value = math.inf
+    return Perplexity(value, mean, scored, windows, window, step)
 
 
 def open_model(path: Path, threads: int | None = None) -> nn.Module | Program:

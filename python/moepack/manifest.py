@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moepack.errors import MoePackError
+from moepack.json_text import finite, json_text
 
 FILE_NAME = "manifest.json"
 PROGRAM = "model.pte"
@@ -43,10 +44,12 @@ class Manifest:
     format: int = field(default=FORMAT)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain values; an infinite SQNR (no error at all) becomes null."""
+        values: dict[str, Any] = finite(asdict(self))
+        return values
 
     def write(self, directory: Path) -> None:
-        text = json.dumps(self.to_json(), indent=2) + "\n"
+        text = json_text(self.to_json()) + "\n"
         (directory / FILE_NAME).write_text(text, encoding="utf-8")
 
     @classmethod

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from made_programs import CONTEXT, checkpoint, copied, exported
 from moepack import cli
@@ -68,6 +69,22 @@ def test_quantize_then_evaluate(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     ]
     assert values[0] == pytest.approx(values[1], rel=2e-3)
     assert values[0] != values[2]
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e6])
+def test_infinite_perplexity_is_valid_json_and_an_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, value: float
+) -> None:
+    damaged = copied(checkpoint("mixtral"), tmp_path / "model")
+    tensors = load_file(damaged / "model.safetensors")
+    tensors["lm_head.weight"] *= value
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    text = tmp_path / "text.txt"
+    text.write_text("each expert knew its own part. ", encoding="utf-8")
+    code, out, err = call(capsys, "eval", damaged, "--text", text, "--json")
+    assert code == 1
+    assert "perplexity is" in err
+    assert json.loads(out, parse_constant=pytest.fail)["value"] is None
 
 
 def test_run_streams_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -34,6 +35,20 @@ def test_every_token_but_the_first_is_scored_once(length: int, window: int, shar
     found = perplexity(uniform, [1] * length, window=window, stride=stride)
     assert found.tokens == length - 1
     assert math.isclose(found.value, TOKENS, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize(("size", "nats"), [(1e4, 1e4), (math.inf, None), (math.nan, None)])
+def test_what_is_not_finite_is_null_in_json(size: float, nats: float | None) -> None:
+    def never(ids: Tensor) -> Tensor:
+        logits = torch.zeros(len(ids), TOKENS)
+        logits[:, 0] = size
+        return logits
+
+    found = perplexity(never, [1] * 20, window=10)
+    assert not found.is_finite
+    values = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert values["value"] is None
+    assert values["nats_per_token"] == nats
 
 
 def test_windows_side_by_side_do_not_score_their_first_token() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,14 @@ def test_reading_gives_what_was_written(tmp_path: Path) -> None:
     manifest = Manifest.read(exported())
     manifest.write(tmp_path)
     assert Manifest.read(tmp_path) == manifest
+
+
+def test_infinite_sqnr_is_null_in_json(tmp_path: Path) -> None:
+    sqnr = {"a": math.inf, "b": math.nan, "c": 20.5}
+    Manifest({}, "", {}, {}, {}, {}, sqnr, {}, "", {}).write(tmp_path)
+    text = (tmp_path / FILE_NAME).read_text(encoding="utf-8")
+    assert json.loads(text)["sqnr_db"] == {"a": None, "b": None, "c": 20.5}
+    assert Manifest.read(tmp_path).sqnr_db["a"] is None
 
 
 def test_differences_name_the_file(tmp_path: Path) -> None:
