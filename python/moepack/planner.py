@@ -205,6 +205,10 @@ def _plan_block(
         why = f"packed experts would not run what it carries: {lost}; remove that before packing"
         return BlockPlan(*names, "refuse", why)
     e = spec.experts
+    top_k = spec.router.attributes.num_activated_experts if spec.router else _top_k(block.module)
+    if top_k is not None and not 1 <= top_k <= e.num_experts:
+        why = f"{top_k} activated experts per token of {e.num_experts}; correct the config"
+        return BlockPlan(*names, "refuse", why)
     packed = e.num_experts * (
         packing.packed_bytes(form, e.attributes.rows13, e.model_dim, e.attributes.row_order13)
         + packing.packed_bytes(form, e.model_dim, e.inner_dim, "plain")
@@ -216,7 +220,7 @@ def _plan_block(
         form.name,
         "fused" if is_fused else "outside",
         e.num_experts,
-        spec.router.attributes.num_activated_experts if spec.router else _top_k(block.module),
+        top_k,
         e.model_dim,
         e.inner_dim,
         e.bytes_stored,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from torch import nn
@@ -93,3 +94,16 @@ def test_a_packed_model() -> None:
 def test_a_model_without_values_can_be_planned() -> None:
     found = moepack.plan(tiny_models.build("qwen3_moe", device="meta"))
     assert [block.action for block in found.blocks] == ["replace", "replace"]
+
+
+@pytest.mark.parametrize("top_k", [0, 9])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "phimoe"])
+def test_impossible_numbers_of_activated_experts_are_refused(family: str, top_k: int) -> None:
+    model = tiny_models.build(family, num_experts_per_tok=top_k)
+    found = moepack.plan(model).blocks
+    experts = {int(n) for b in found for n in re.findall(r"per token of (\d+)", b.why)}
+    assert {b.action for b in found} == {"refuse"}
+    assert len(experts) == 1
+    assert all(f"{top_k} activated experts per token of" in b.why for b in found)
+    with pytest.raises(UnsupportedError, match=f"{top_k} activated experts"):
+        moepack.quantize_(model)
