@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moepack import ops
+from moepack import _core, ops
 from moepack.errors import MoePackError
 from moepack.manifest import (
     FILE_NAME,
@@ -39,8 +39,8 @@ class Program:
         self.manifest = manifest
         self._program = program
         self._forward = _method(program, "forward", file.path)
-        (self.max_seq_len,) = self._constants("get_max_seq_len")
-        (self.vocab_size,) = self._constants("get_vocab_size")
+        self.max_seq_len = self._constant("get_max_seq_len")
+        self.vocab_size = self._constant("get_vocab_size")
         self.eos_ids = frozenset(self._constants("get_eos_ids"))
         self.all_logits = _logit_rows(program, file.path) != 1
 
@@ -53,6 +53,7 @@ class Program:
         MoePackError when a file is damaged or an operator or backend is missing here.
         """
         require_threads(threads)
+        _require_instruction_set()
         place = Path(path)
         directory = place if place.is_dir() else place.parent
         file = open_program(place / PROGRAM if place.is_dir() else place)
@@ -92,11 +93,21 @@ class Program:
                 f"the model's vocabulary is 0 to {self.vocab_size - 1}"
             )
         positions = torch.arange(position, position + count)
-        try:
-            result: Tensor = self._forward.execute((tokens, positions))[0]
-            return result[0]
-        except (RuntimeError, IndexError) as error:
-            raise MoePackError(f"{self.file.path}: {error}") from error
+        with _native_messages() as messages:
+            try:
+                result: Tensor = self._forward.execute((tokens, positions))[0]
+                return result[0]
+            except (RuntimeError, IndexError) as error:
+                raise MoePackError(f"{self.file.path}: {error}{messages()}") from error
+
+    def _constant(self, name: str) -> int:
+        values = self._constants(name)
+        if len(values) != 1 or values[0] < 1:
+            raise MoePackError(
+                f"{self.file.path}: method {name!r} is damaged: it gives {values}, not one number "
+                "above 0"
+            )
+        return values[0]
 
     def _constants(self, name: str) -> list[int]:
         if name not in self._program.method_names:
@@ -273,6 +284,14 @@ def _method(program: Any, name: str, path: Path) -> Any:
         return program.load_method(name)
     except RuntimeError as error:
         raise MoePackError(f"{path}: method {name!r} cannot be loaded: {error}") from error
+
+
+def _require_instruction_set() -> None:
+    """Raises MoePackError when MOEPACK_ISA names none of this CPU: kernels would fail later."""
+    try:
+        _core.active_isa()
+    except (ValueError, RuntimeError) as error:
+        raise MoePackError(str(error)) from error
 
 
 def _logit_rows(program: Any, path: Path) -> int:

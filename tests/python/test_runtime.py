@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -202,6 +204,44 @@ def test_damage_in_what_the_runtime_follows_is_always_found(tmp_path: Path) -> N
         (out / PROGRAM).write_bytes(damaged)
         with pytest.raises(MoePackError):
             Program.load(out)
+
+
+@pytest.mark.parametrize("values", [[], [1, 2], [0], [None]])
+def test_constant_methods_that_give_no_number_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, values: list[Any]
+) -> None:
+    file = open_program(exported() / PROGRAM)
+    method = SimpleNamespace(execute=lambda inputs: values)
+    damaged = SimpleNamespace(
+        method_names={"forward", "get_max_seq_len"}, load_method=lambda name: method
+    )
+    with pytest.raises(MoePackError, match="'get_max_seq_len' is damaged"):
+        Program(file, damaged, None)
+
+
+def test_refusals_of_kernels_are_one_line(
+    program: Program, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(inputs: object) -> None:
+        os.write(2, b"native: first\nnative: the reason\n")
+        raise RuntimeError("error 0x12")
+
+    monkeypatch.setattr(program, "_forward", SimpleNamespace(execute=refuse))
+    with pytest.raises(MoePackError, match=r"model\.pte: error 0x12 \(native: the reason\)$"):
+        program.logits([5])
+    assert capfd.readouterr().err == ""
+
+
+def test_unknown_instruction_set_is_one_line() -> None:
+    command = [sys.executable, "-m", "moepack.cli", "run", str(exported()), "--prompt", "x"]
+    environment = os.environ | {"MOEPACK_ISA": "bogus"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("moepack: MOEPACK_ISA=bogus: no such instruction set")
 
 
 _FUZZ = """
