@@ -52,8 +52,10 @@ def load_model(directory: Path) -> PreTrainedModel:
         if (directory / PACKED_FILE).is_file():
             return _load_packed(directory)
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        if config.get("quantization_config", {}).get("quant_method") == METHOD_NAME:
+        if (config.get("quantization_config") or {}).get("quant_method") == METHOD_NAME:
             return load_packed(directory)
+        if not config.get("quantization_config"):
+            completeness.require_float(directory)
         # Asked to ignore other shapes, it reports them; else its error points to a hidden log.
         model, info = AutoModelForCausalLM.from_pretrained(
             directory,

@@ -15,9 +15,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moepack.errors import BadWeights
+from moepack.online.files import read_entries
 from moepack.online.filling import shortened
 
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.|\w*inv_freq$)")
+_WEIGHT = re.compile(r"\bexperts\.|(\.weight|_proj|_w|w[123])$")
 _EXPERT = re.compile(r"^(.*\bexperts\.)(\d+)(\..*)$")
 
 
@@ -38,6 +40,21 @@ def require_same(directory: Path, stored: Mapping[str, Tensor], made: Mapping[st
         if name in made and made[name].shape != tensor.shape
     }
     _raise(directory, differing, made.keys() - stored.keys(), stored.keys() - made.keys())
+
+
+def require_float(directory: Path) -> None:
+    """Raises BadWeights naming a weight that is stored as integers.
+
+    The library would take packed codes for numbers. For checkpoints that name no quantization.
+    """
+    for file in sorted(directory.glob("*.safetensors")):
+        for name, entry in read_entries(file)[0].items():
+            is_weight = len(entry["shape"]) > 1 and _WEIGHT.search(name)
+            if is_weight and not entry["dtype"].startswith(("F", "BF")):
+                raise BadWeights(
+                    f"{directory}: {name} is stored as {entry['dtype']}; without a "
+                    "quantization_config in config.json weights have to be floating point"
+                )
 
 
 def missing_of_experts(directory: Path) -> list[str]:

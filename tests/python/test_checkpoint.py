@@ -130,6 +130,18 @@ def test_missing_matrix_of_one_expert_is_named(tmp_path: Path) -> None:
         load_model(directory)
 
 
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.experts.3.up_proj.weight", "model.embed_tokens.weight"]
+)
+def test_integers_are_no_weights(name: str, tmp_path: Path) -> None:
+    directory = copied(checkpoint("qwen3_moe"), tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    tensors[name] = (100 * tensors[name]).to(torch.int32)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadWeights, match=f"{name} is stored as I32"):
+        load_model(directory)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(("layers", "expected"), [(1, "no place"), (3, "lacks")])
 def test_packed_checkpoints_are_held_to_the_same(

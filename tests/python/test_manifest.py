@@ -20,7 +20,7 @@ def test_reading_gives_what_was_written(tmp_path: Path) -> None:
 
 
 def test_infinite_sqnr_is_null_in_json(tmp_path: Path) -> None:
-    sqnr = {"a": math.inf, "b": math.nan, "c": 20.5}
+    sqnr: dict[str, float | None] = {"a": math.inf, "b": math.nan, "c": 20.5}
     Manifest({}, "", {}, {}, {}, {}, sqnr, {}, "", {}).write(tmp_path)
     text = (tmp_path / FILE_NAME).read_text(encoding="utf-8")
     assert json.loads(text)["sqnr_db"] == {"a": None, "b": None, "c": 20.5}
