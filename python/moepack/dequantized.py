@@ -36,16 +36,28 @@ class MoEExperts(nn.Module):
         self.bias13 = None if bias13 is None else nn.Parameter(bias13.to(w13.dtype))
         self.bias2 = None if bias2 is None else nn.Parameter(bias2.to(w13.dtype))
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [T, D], ids and weights [T, K] -> [T, D]."""
-        reader = float_mode.ExpertReader(
+    def reader(self) -> float_mode.ExpertReader:
+        """The weights, one expert at a time."""
+        return float_mode.ExpertReader(
             self.w13.shape[0],
             w13=lambda e: self.w13[e],
             w2=lambda e: self.w2[e],
             bias13=lambda e: None if self.bias13 is None else self.bias13[e],
             bias2=lambda e: None if self.bias2 is None else self.bias2[e],
         )
-        return float_mode.experts(x, ids, weights, reader, self.attributes)
+
+    def window(self, first: int, last: int) -> MoEExperts:
+        """Experts first .. last - 1 in fp32, renumbered from 0."""
+
+        def part(tensor: Tensor) -> Tensor:
+            return tensor.detach()[first:last].float()
+
+        bias13, bias2 = (b if b is None else part(b) for b in (self.bias13, self.bias2))
+        return MoEExperts(part(self.w13), part(self.w2), bias13, bias2, self.attributes)
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [T, D], ids and weights [T, K] -> [T, D]."""
+        return float_mode.experts(x, ids, weights, self.reader(), self.attributes)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -118,7 +130,7 @@ def dequantize_(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
     """Turns every packed module back into a plain float one, in place; returns the root.
 
     The weights are the dequantized ones; results differ from the packed model's only by the
-    quantization of activations. Raises NoMoEBlock if nothing is packed.
+    quantization of activations. `quantize_` packs them again. Raises NoMoEBlock if nothing is packed.
     """
     built: dict[int, nn.Module] = {}
     paths = [

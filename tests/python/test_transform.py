@@ -495,6 +495,31 @@ def test_back_to_float(family: str) -> None:
         moepack.dequantize_(restored)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "deepseek_v3",
+        "qwen2_moe",
+        "gpt_oss",  # experts that route in a block that keeps its own code
+        "gemma4_text",  # and its router's input goes through a norm
+        "phimoe",  # router outside
+        "nemotron_h",
+        "longcat_flash",  # a wrapper around the packed experts
+        "llama4_text",
+        "muse_spark_text",
+    ],
+)
+def test_packed_again_after_going_back_to_float(family: str, dtype: torch.dtype) -> None:
+    model = moepack.quantize_(tiny_models.build(family), "int8-g32").model
+    before, kinds = tiny_models.logits(model), [type(m) for m in model.modules()]
+    report = moepack.quantize_(moepack.dequantize_(model, dtype), "int8-g32")
+    assert [type(m) for m in report.model.modules()] == kinds
+    assert all(block.adapter_error is not None for block in report.blocks)
+    if dtype == torch.float32:
+        assert torch.equal(tiny_models.logits(report.model), before)
+
+
 def test_back_to_float_keeps_ties_and_roots() -> None:
     block = moepack.quantize_(tiny_models.executorch_block()).model
     tied = nn.ModuleDict({"a": block, "b": block})

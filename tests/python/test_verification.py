@@ -219,6 +219,18 @@ def test_an_attribute_that_does_not_reach_the_operator() -> None:
         verification.check_quantized("layer", spec, module)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "gemma4_text"])
+def test_a_block_that_went_back_to_float_misread(family: str) -> None:
+    model = moepack.dequantize_(moepack.quantize_(tiny_models.build(family)).model)
+    spec = find_blocks(model)[0].spec
+    assert spec is not None
+    assert verification.check_adapter("layer", spec).error < 1e-5
+    shifted = with_experts(spec, w2=lambda e: spec.experts.w2(0 if e == 5 else e))
+    assert_caught(shifted, "the experts")
+    assert_caught(with_routing(spec, route_scale=0.5), "the router")
+    assert_caught(with_routing(spec, num_activated_experts=1), "the router")
+
+
 def test_numbers_that_are_not_finite_fail() -> None:
     nan = torch.full((1, 4), math.nan)
     assert math.isnan(verification.relative_error(nan, torch.ones(1, 4)))

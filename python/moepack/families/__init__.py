@@ -11,6 +11,7 @@ import re
 from torch import nn
 
 from moepack.errors import UnsupportedError
+from moepack.families import dequantized
 from moepack.families.registry import Family, families, register_family
 from moepack.families.spec import (
     BlockSpec,
@@ -46,7 +47,7 @@ def find_blocks(model: nn.Module) -> list[FoundBlock]:
 
 
 def _read(path: str, module: nn.Module) -> FoundBlock | None:
-    if is_replacement(module):
+    if is_replacement(module) and not dequantized.is_candidate(module):
         return None
     for family in families():
         if family.is_candidate(module):

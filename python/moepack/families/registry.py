@@ -11,6 +11,7 @@ from torch import nn
 from moepack.errors import MoePackError
 from moepack.families import (
     dbrx,
+    dequantized,
     executorch,
     huggingface,
     input_weighted,
@@ -42,7 +43,7 @@ class Family(Protocol):
 
 
 # The first one that sees experts reads them: special shapes of code come before general ones.
-_OWN = (executorch, module_list, input_weighted, dbrx, parallel_linears, huggingface)
+_OWN = (dequantized, executorch, module_list, input_weighted, dbrx, parallel_linears, huggingface)
 _registered: list[Family] = []
 
 
