@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from moepack import completeness, placement
@@ -48,6 +48,7 @@ def load_model(directory: Path) -> PreTrainedModel:
     _require_checkpoint(directory)
     if not any(directory.glob("*.safetensors")):
         raise MoePackError(f"{directory}: no *.safetensors file; convert the checkpoint first")
+    _require_generation_config(directory / "generation_config.json")
     with _reported(directory), _quiet():
         if (directory / PACKED_FILE).is_file():
             return _load_packed(directory)
@@ -202,6 +203,20 @@ def _require_checkpoint(directory: Path) -> None:
         raise MoePackError(f"{directory}: no such directory; expected a Hugging Face checkpoint")
     if not (directory / "config.json").is_file():
         raise MoePackError(f"{directory}: no config.json; expected a Hugging Face checkpoint")
+
+
+def _require_generation_config(path: Path) -> None:
+    """The library goes on with defaults instead of a broken one: another end of text, unseen."""
+    if not path.is_file():
+        return
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"expected an object, found {type(content).__name__}")
+        GenerationConfig.from_dict(content)
+    except Exception as error:  # its checks raise what they like
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise MoePackError(f"{path}: damaged, correct or remove it: {text}") from error
 
 
 @contextmanager

@@ -142,6 +142,14 @@ def test_integers_are_no_weights(name: str, tmp_path: Path) -> None:
         load_model(directory)
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "", '{"eos_token_id": 2'])
+def test_broken_generation_config_is_refused(text: str, tmp_path: Path) -> None:
+    directory = copied(checkpoint("mixtral"), tmp_path / "model")
+    (directory / "generation_config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(MoePackError, match=r"generation_config\.json: damaged"):
+        load_model(directory)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(("layers", "expected"), [(1, "no place"), (3, "lacks")])
 def test_packed_checkpoints_are_held_to_the_same(
