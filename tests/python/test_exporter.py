@@ -290,3 +290,18 @@ def test_source_is_never_replaced(tmp_path: Path) -> None:
         with pytest.raises(MoePackError, match="the source"):
             export(made_model("mixtral"), out, tokenizer_dir=source, force=True)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tokenizer.json", "{"), ("tokenizer_config.json", "{"), ("tokenizer_config.json", "[]")],
+)
+def test_tokenizer_errors_name_the_file_of_the_checkpoint(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    source = shutil.copytree(checkpoint("mixtral"), tmp_path / "model")
+    (source / name).write_text(text, encoding="utf-8")
+    with pytest.raises(MoePackError) as caught:
+        export(source, tmp_path / "out")
+    assert str(caught.value).startswith(f"{source / name}: ")
+    assert list(tmp_path.iterdir()) == [source]

@@ -34,6 +34,8 @@ def copy_tokenizer(directory: Path, target: Path) -> Tokenizer | None:
     present = [name for name in FILES if (directory / name).is_file()]
     if not any(name in present for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return None
+    if "tokenizer.json" in present:
+        Tokenizer.load(directory)  # so that errors name the checkpoint's files, not the copies
     for name in present:
         shutil.copyfile(directory / name, target / name)
     if "tokenizer.json" not in present:
@@ -90,8 +92,8 @@ def _tokenizer_ids(directory: Path | None) -> dict[str, int | None]:
     if directory is None or not (directory / "tokenizer.json").is_file():
         return {}
     path = directory / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     tokenizer = Tokenizer.load(directory)
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     found: dict[str, int | None] = {}
     for name in ("bos_token", "eos_token"):
         token = config.get(name)
