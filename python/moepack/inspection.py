@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -85,7 +87,7 @@ def inspect(path: str | Path, *, verify: bool = False) -> Inspection:
 
 
 def _inspect_directory(directory: Path, verify: bool) -> Inspection:
-    if not (directory / FILE_NAME).is_file() and any(directory.glob("*.safetensors")):
+    if not (directory / FILE_NAME).is_file() and any(directory.glob("*.safetensors*")):
         return _inspect_checkpoint(directory, verify)
     manifest = Manifest.read(directory)
     differences = (content_differences if verify else size_differences)(directory, manifest.files)
@@ -111,7 +113,26 @@ def _inspect_checkpoint(directory: Path, verify: bool) -> Inspection:
         result.bytes += part.bytes
         result.packed += part.packed
         result.problems += part.problems
+    result.problems += _missing_shards(directory)
     return result
+
+
+def _missing_shards(directory: Path) -> list[str]:
+    """One line for each file that the index names and the directory does not hold."""
+    lines = []
+    for index in sorted(directory.glob("*.safetensors.index.json")):
+        try:
+            homes = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            counts = Counter(str(home) for home in homes.values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            lines.append(f"{index.name}: damaged index: {error!r}")
+            continue
+        lines += [
+            f"{name}: missing, {count} tensors according to {index.name}"
+            for name, count in sorted(counts.items())
+            if not (directory / name).is_file()
+        ]
+    return lines
 
 
 def _inspect_program(path: Path, verify: bool) -> Inspection:

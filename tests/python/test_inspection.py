@@ -16,6 +16,7 @@ from moepack.checkpoint import load_model, save_packed
 from moepack.errors import MoePackError
 from moepack.inspection import inspect
 from moepack.manifest import PROGRAM
+from moepack.online import quantize_checkpoint
 from moepack.program_file import open_program
 from moepack.runtime import executorch_runtime
 
@@ -125,6 +126,25 @@ def test_packed_checkpoint_and_safetensors(tmp_path: Path) -> None:
         inspect(path)
     save_file({"a": torch.zeros(3)}, tmp_path / "plain.safetensors")
     assert inspect(tmp_path / "plain.safetensors").packed == []
+
+
+def test_missing_shards_are_problems(tmp_path: Path) -> None:
+    out = tmp_path / "packed"
+    quantize_checkpoint(checkpoint("qwen3_moe"), out)
+    assert inspect(out).problems == []
+    for name in ("experts-00001.safetensors", "rest-00000.safetensors"):
+        (out / name).unlink()
+    found = inspect(out).problems
+    assert [line.split(",")[0] for line in found] == [
+        "experts-00001.safetensors: missing",
+        "rest-00000.safetensors: missing",
+    ]
+    (out / "experts-00000.safetensors").unlink()
+    assert len(inspect(out).problems) == 3
+    index = out / "model.safetensors.index.json"
+    for text in ("{", "[]", '{"weight_map": 3}'):
+        index.write_text(text, encoding="utf-8")
+        assert ["damaged index" in line for line in inspect(out).problems] == [True]
 
 
 def test_unknown_files_are_named(tmp_path: Path) -> None:
