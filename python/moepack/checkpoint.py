@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from moepack import completeness, placement
+from moepack import placement
 from moepack.attributes import ExpertAttributes, RoutingAttributes
 from moepack.errors import MoePackError
 from moepack.families import FoundBlock, find_blocks
 from moepack.manifest import METHOD_NAME, PACKED_FILE, package_versions
 from moepack.modules import PackedExperts, QuantizedExperts, QuantizedMoEFFN, RoutedExperts
+from moepack.online import completeness
 from moepack.online.filling import shortened
 from moepack.online.loading import load_packed
 from moepack.staging import staged

@@ -305,3 +305,9 @@ def test_tokenizer_errors_name_the_file_of_the_checkpoint(
         export(source, tmp_path / "out")
     assert str(caught.value).startswith(f"{source / name}: ")
     assert list(tmp_path.iterdir()) == [source]
+
+
+def test_nothing_to_pack_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NoMoEBlock, match="nothing to pack"):
+        export(checkpoint("mixtral"), tmp_path / "out", exclude=["*"])
+    assert list(tmp_path.iterdir()) == []

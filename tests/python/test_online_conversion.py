@@ -168,6 +168,23 @@ def test_a_failure_leaves_nothing_or_says_where_it_lies(tmp_path: Path, layer: i
     assert not (tmp_path / "out").exists()
 
 
+def test_integers_and_tensors_without_a_place_are_refused(tmp_path: Path) -> None:
+    source = saved(tiny_models.build("qwen3_moe", num_hidden_layers=2), tmp_path / "float")
+    tensors = stored_tensors(source)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    codes = tensors | {name: (100 * tensors[name]).to(torch.int32)}
+    other = tensors | {"model.layers.2.mlp.gate.weight": torch.zeros(2, 2)}
+    for number, (changed, expected) in enumerate(
+        [(codes, f"{name} is stored as I32"), (other, "no place .*layers.2.mlp.gate.weight")]
+    ):
+        directory = copied(source, tmp_path / str(number), changed)
+        with pytest.raises(BadWeights, match=expected):
+            quantize_checkpoint(directory, tmp_path / "out", ONE)
+        assert not list(tmp_path.glob("*out*"))
+    with pytest.raises(BadWeights, match=f"{name} is stored as I32"):
+        load(tmp_path / "0", ONE)
+
+
 def test_anonymous_memory_is_a_few_experts(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"num_local_experts": 32, "num_hidden_layers": 4, "hidden_size": 256}
     model = tiny_models.build("qwen3_moe", **sizes, moe_intermediate_size=256)

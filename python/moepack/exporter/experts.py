@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from moepack.errors import NoMoEBlock
 from moepack.expert_calls import IdentityExperts, NormalizedExperts
 from moepack.modules import PackedExperts, QuantizedExperts
 from moepack.transform import quantize_
@@ -23,6 +24,8 @@ def pack_experts(
     if found:
         return dict.fromkeys(found)
     report = quantize_(model, scheme=scheme, **options)
+    if not report.blocks:
+        raise NoMoEBlock(f"{type(model).__name__}: nothing to pack: every MoE block is excluded")
     return {block.path: block.sqnr_db for block in report.blocks}
 
 

@@ -23,6 +23,7 @@ from moepack.manifest import METHOD_NAME
 from moepack.modules import PackedExperts
 from moepack.online.adapter import check_classes
 from moepack.online.blocks import OnlineBlock
+from moepack.online.completeness import require_float, require_places
 from moepack.online.files import MappedFile, copy_tensors, read_entries
 from moepack.online.filling import Filled, Filling
 from moepack.online.loading import Progress, Settings, meta_model, online_blocks
@@ -119,6 +120,8 @@ class _Work:
         self.stage = target.parent / f".{target.name}.unfinished"
         self.config = AutoConfig.from_pretrained(source, local_files_only=True)
         self.tensors = SafetensorsDirectory(source)
+        if getattr(self.config, "quantization_config", None) is None:
+            require_float(source)
         self.model = meta_model(self.config, torch.float32)
         self.files: dict[str, MappedFile] = {}
         self.blocks, _ = online_blocks(self.model, settings, self._allocate)
@@ -131,6 +134,7 @@ class _Work:
     def run(self, progress: Progress | None) -> Converted:
         done = Converted(self.target)
         Filling(self.model, (), lambda filled: None, self.tensors.names).check_names()
+        require_places(self.source, self.model, self.tensors.names)
         check_classes(self.blocks)
         self._begin()
         self._require_room()

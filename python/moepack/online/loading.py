@@ -17,6 +17,7 @@ from moepack.families import FoundBlock, find_blocks
 from moepack.modules import PackedExperts
 from moepack.online.adapter import check_classes
 from moepack.online.blocks import Allocate, OnlineBlock, in_memory
+from moepack.online.completeness import require_float
 from moepack.online.filling import Filled, Filling, shortened
 from moepack.online.methods import OnlineMethod, method_for
 from moepack.online.sources import Dummy, SafetensorsDirectory, Source
@@ -93,6 +94,8 @@ def load(
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     model = meta_model(config, dtype)
+    if load_format != "dummy" and getattr(config, "quantization_config", None) is None:
+        require_float(Path(directory))
     source: Source = (
         Dummy(model) if load_format == "dummy" else SafetensorsDirectory(Path(directory))
     )

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from moepack.errors import BadWeights
 from moepack.online.files import read_entries
 from moepack.online.filling import shortened
+from moepack.online.mapping import NameMapping
+from moepack.online.stored import Decoder
 
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.|\w*inv_freq$)")
 _WEIGHT = re.compile(r"\bexperts\.|(\.weight|_proj|_w|w[123])$")
@@ -47,14 +49,33 @@ def require_float(directory: Path) -> None:
 
     The library would take packed codes for numbers. For checkpoints that name no quantization.
     """
+    entries: dict[str, Any] = {}
     for file in sorted(directory.glob("*.safetensors")):
-        for name, entry in read_entries(file)[0].items():
-            is_weight = len(entry["shape"]) > 1 and _WEIGHT.search(name)
-            if is_weight and not entry["dtype"].startswith(("F", "BF")):
-                raise BadWeights(
-                    f"{directory}: {name} is stored as {entry['dtype']}; without a "
-                    "quantization_config in config.json weights have to be floating point"
-                )
+        entries.update(read_entries(file)[0])
+    decoder = Decoder(frozenset(entries))
+    for name, entry in entries.items():
+        is_weight = len(entry["shape"]) > 1 and _WEIGHT.search(name)
+        is_encoded = decoder.logical_name(name) != name  # MXFP4 says so by its names
+        if is_weight and not is_encoded and not entry["dtype"].startswith(("F", "BF")):
+            raise BadWeights(
+                f"{directory}: {name} is stored as {entry['dtype']}; without a "
+                "quantization_config in config.json weights have to be floating point"
+            )
+
+
+def require_places(directory: Path, model: nn.Module, names: Iterable[str] | None) -> None:
+    """Raises BadWeights for stored names, of any format, that the model neither takes nor ignores.
+
+    What is copied beside the packed experts would have no place when it is loaded.
+    """
+    mapping, known = NameMapping(model), frozenset(names or ())
+    logical = Decoder(known).logical_names(known)
+    _raise(
+        directory,
+        {},
+        (),
+        (n for n in logical if not mapping.target(n) and not mapping.is_ignored(n)),
+    )
 
 
 def missing_of_experts(directory: Path) -> list[str]:
