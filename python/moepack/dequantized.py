@@ -130,7 +130,7 @@ def dequantize_(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
     """Turns every packed module back into a plain float one, in place; returns the root.
 
     The weights are the dequantized ones; results differ from the packed model's only by the
-    quantization of activations. `quantize_` packs them again. Raises NoMoEBlock if nothing is packed.
+    quantization of activations. `quantize_` packs them again. Raises NoMoEBlock if there is none.
     """
     built: dict[int, nn.Module] = {}
     paths = [
