@@ -188,3 +188,19 @@ def test_on_meta_it_is_planned_and_not_packed() -> None:
     assert moepack.plan(model).replaced
     with pytest.raises(BadWeights, match="meta device"):
         moepack.quantize_(model)
+
+
+def test_hooks_on_experts_are_refused_and_those_on_the_block_stay() -> None:
+    model = model_of(KINDS["gate, up, down"])
+    path = moepack.plan(model).blocks[0].path
+    calls: list[nn.Module] = []
+    model.get_submodule(path).register_forward_hook(lambda m, *_: calls.append(m))
+    inner = model.get_submodule(f"{path}.experts.2.up_proj")
+    hook = inner.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match=rf"{path} .*hook .* on experts\.2\.up_proj; remove"):
+        moepack.quantize_(model)
+    hook.remove()
+    moepack.quantize_(model)
+    calls.clear()
+    model.get_submodule(path)(torch.randn(1, 3, WIDTH))
+    assert calls == [model.get_submodule(path)]

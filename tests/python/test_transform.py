@@ -351,6 +351,8 @@ ATTACHED: dict[str, tuple[Attach, str]] = {
         ("gpt_oss", "model.layers.1.mlp", "router"),  # keeps its own code
         ("gpt_oss", "model.layers.1.mlp", "experts"),
         ("phimoe", "model.layers.1.mlp", "experts"),  # router outside
+        ("llama4_text", "model.layers.1.feed_forward", ""),  # a new module around both
+        ("llama4_text", "model.layers.1.feed_forward", "experts"),
     ],
 )
 def test_what_hangs_on_parts_that_go_is_refused(
@@ -376,17 +378,21 @@ def test_what_hangs_on_parts_that_go_is_refused(
         ("gpt_oss", ""),
         ("phimoe", ""),
         ("phimoe", "router"),
+        ("llama4_text", "router"),
+        ("llama4_text", "shared_expert"),
+        ("muse_spark_text", "experts.post_expert_norm"),
     ],
 )
 def test_what_hangs_on_parts_that_stay_still_runs(family: str, part: str) -> None:
     model = tiny_models.build(family)
-    path = f"model.layers.1.mlp{'.' if part else ''}{part}"
+    path = moepack.plan(model).blocks[0].path
+    staying = model.get_submodule(f"{path}.{part}" if part else path)
     seen: list[nn.Module] = []
-    model.get_submodule(path).register_forward_hook(lambda m, *_: seen.append(m))
+    staying.register_forward_hook(lambda m, *_: seen.append(m))
     moepack.quantize_(model)
     seen.clear()  # verification runs copies of blocks, hooks and all
     tiny_models.logits(model)
-    assert seen == [model.get_submodule(path)]
+    assert seen == [staying]
 
 
 def test_what_transformers_hangs_on_every_router_is_no_obstacle() -> None:
