@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,17 @@ def test_integers_and_tensors_without_a_place_are_refused(tmp_path: Path) -> Non
         assert not list(tmp_path.glob("*out*"))
     with pytest.raises(BadWeights, match=f"{name} is stored as I32"):
         load(tmp_path / "0", ONE)
+
+
+@pytest.mark.parametrize("read", [load, lambda d: quantize_checkpoint(d, d.parent / "out", ONE)])
+def test_what_is_no_checkpoint_is_named(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    with pytest.raises(MoePackError, match=r"absent: no config\.json"):
+        read(tmp_path / "absent")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(MoePackError, match="model: cannot be loaded"):
+        read(tmp_path / "model")
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
 def test_anonymous_memory_is_a_few_experts(tmp_path: Path) -> None:

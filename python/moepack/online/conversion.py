@@ -26,7 +26,7 @@ from moepack.online.blocks import OnlineBlock
 from moepack.online.completeness import require_float, require_places
 from moepack.online.files import MappedFile, copy_tensors, read_entries
 from moepack.online.filling import Filled, Filling
-from moepack.online.loading import Progress, Settings, meta_model, online_blocks
+from moepack.online.loading import Progress, Settings, meta_model, online_blocks, read_config
 from moepack.online.mapping import NameMapping
 from moepack.online.memory import PeakMemory, available_bytes
 from moepack.online.sources import SafetensorsDirectory
@@ -114,11 +114,9 @@ def quantize_checkpoint(
 
 class _Work:
     def __init__(self, source: Path, target: Path, settings: Settings) -> None:
-        from transformers import AutoConfig
-
         self.source, self.target, self.settings = source, target, settings
         self.stage = target.parent / f".{target.name}.unfinished"
-        self.config = AutoConfig.from_pretrained(source, local_files_only=True)
+        self.config = read_config(source)
         self.tensors = SafetensorsDirectory(source)
         if getattr(self.config, "quantization_config", None) is None:
             require_float(source)

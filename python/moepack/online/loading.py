@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from moepack.errors import BadWeights, NoMoEBlock, UnsupportedError
+from moepack.errors import BadWeights, MoePackError, NoMoEBlock, UnsupportedError
 from moepack.families import FoundBlock, find_blocks
 from moepack.modules import PackedExperts
 from moepack.online.adapter import check_classes
@@ -90,9 +90,7 @@ def load(
     weights. Raises NoMoEBlock, UnsupportedError, BadWeights (names, shapes, values),
     VerificationError (the SQNR floor).
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = read_config(Path(directory))
     model = meta_model(config, dtype)
     if load_format != "dummy" and getattr(config, "quantization_config", None) is None:
         require_float(Path(directory))
@@ -108,9 +106,7 @@ def load_packed(directory: str | Path, *, dtype: torch.dtype = torch.float32) ->
     What was left in FP8 or MXFP4 is dequantized. Raises BadWeights if tensors are missing
     or have no place in the model.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = read_config(Path(directory))
     model = meta_model(config, dtype)
     place_empty(model, settings_of(config.quantization_config))
     source = SafetensorsDirectory(Path(directory))
@@ -133,6 +129,19 @@ def load_packed(directory: str | Path, *, dtype: torch.dtype = torch.float32) ->
         )
     finish_buffers(model)
     return model
+
+
+def read_config(directory: Path) -> Any:
+    """The config of a checkpoint directory. Raises MoePackError naming it and the reason."""
+    from transformers import AutoConfig
+
+    if not (directory / "config.json").is_file():
+        raise MoePackError(f"{directory}: no config.json; expected a Hugging Face checkpoint")
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # the library raises what it likes
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise MoePackError(f"{directory}: cannot be loaded: {text}") from error
 
 
 def place_empty(model: nn.Module, settings: Settings) -> None:
