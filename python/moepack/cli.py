@@ -31,7 +31,7 @@ Checkpoint = Annotated[
 ]
 Out = Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="Directory to write.")]
 SchemeName = Annotated[str, typer.Option("--scheme", help="How experts are packed.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace OUT if moepack made it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Exclude = Annotated[
     list[str] | None,
