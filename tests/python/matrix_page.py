@@ -74,8 +74,8 @@ ExecuTorch with the same argmax at every position.
 REPRODUCTIONS = """\
 ## What is in the way of the others
 
-It is not the operators: all blocks but Doge's, whose experts are rows of two embeddings that product
-keys select, are packed and verified, and what stops is the model's own code around them.
+It is not the operators: all blocks but Doge's, whose experts are rows of two embeddings that
+product keys select, are packed and verified, and what stops is the model's own code around them.
 
 Complex numbers. ExecuTorch has no kernels for them, and rotary embeddings written with them do not
 load (`error: 0x14`, an operator is missing):
