@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ def hidden(dtype: torch.dtype = torch.float32) -> Tensor:
     return x.to(dtype)
 
 
-def run(module: nn.Module, x: Tensor) -> Tensor:
+def run(module: Callable[[Tensor], Any], x: Tensor) -> Tensor:
     with torch.no_grad():
         y: Tensor = module(x)
     return y
