@@ -42,13 +42,18 @@ test-arm: $(VENV)/.build-tools
 
 # The bindings that need torch or Python are compiled in build/python, everything else in build/cpp.
 TIDY = xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy --quiet --extra-arg=-Wno-unknown-warning-option -p
+# Of the files named on stdin, those that a build compiles: kernels for another processor need its headers.
+COMPILED = $(BIN)/python -c 'import json, sys; \
+  built = [entry["file"] for entry in json.load(open(sys.argv[1]))]; \
+  print(*(f for f in sys.stdin.read().split() if any(b.endswith("/" + f) for b in built)), sep="\n")'
 lint: $(VENV)/.tools build/cpp/build.ninja
 	$(BIN)/ruff check --quiet
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
-	@printf '%s\n' $(filter cpp/%.cpp,$(filter-out cpp/ops/torch_ops.cpp cpp/python/%,$(CXX_FILES))) | $(TIDY) build/cpp
+	@printf '%s\n' $(filter cpp/%.cpp,$(filter-out cpp/ops/torch_ops.cpp cpp/python/%,$(CXX_FILES))) | \
+	  $(COMPILED) build/cpp/compile_commands.json | $(TIDY) build/cpp
 	@printf '%s\n' cpp/ops/torch_ops.cpp cpp/python/core_module.cpp | $(TIDY) build/python
 
 format: $(VENV)/.tools
