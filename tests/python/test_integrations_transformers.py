@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
+from transformers.quantizers.auto import AutoHfQuantizer
 
 import moepack
 import tiny_models
@@ -153,15 +154,14 @@ def test_base_models_too(tmp_path: Path) -> None:
     assert_same_state(found, expected)
 
 
-def test_another_device_is_refused(tmp_path: Path) -> None:
-    directory = saved(tiny_models.build("qwen3_moe"), tmp_path)
-    with pytest.raises(UnsupportedError, match="run on the CPU"):
-        load(
-            AutoModelForCausalLM,
-            directory,
-            quantization_config=MoePackConfig(),
-            device_map={"": "meta"},
-        )
+def test_another_device_is_refused() -> None:
+    # Asked directly: from_pretrained takes a device_map only where accelerate is installed.
+    quantizer = AutoHfQuantizer.from_config(MoePackConfig())
+    for device_map in ({"": "meta"}, {"model": "cpu", "lm_head": "cuda:0"}, "cuda"):
+        with pytest.raises(UnsupportedError, match="run on the CPU"):
+            quantizer.validate_environment(device_map=device_map)
+    for device_map in (None, "cpu", "auto", {"": "cpu"}):
+        quantizer.validate_environment(device_map=device_map)
 
 
 def test_importing_moepack_loads_no_transformers() -> None:
