@@ -160,8 +160,8 @@ def test_another_device_is_refused() -> None:
     for device_map in ({"": "meta"}, {"model": "cpu", "lm_head": "cuda:0"}, "cuda"):
         with pytest.raises(UnsupportedError, match="run on the CPU"):
             quantizer.validate_environment(device_map=device_map)
-    for device_map in (None, "cpu", "auto", {"": "cpu"}):
-        quantizer.validate_environment(device_map=device_map)
+    for accepted in (None, "cpu", "auto", {"": "cpu"}):
+        quantizer.validate_environment(device_map=accepted)
 
 
 def test_importing_moepack_loads_no_transformers() -> None:
