@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "activation.h"
-#include "activations.h"
+#include "dtype.h"
 #include "gemm/registry.h"
 #include "grouping.h"
 #include "moepack/ffn.h"

@@ -1,7 +1,7 @@
 // The router: logits of blocks of tokens, then the selection of each token.
 #include <algorithm>
 
-#include "activations.h"
+#include "dtype.h"
 #include "gemm/registry.h"
 #include "moepack/ffn.h"
 #include "selection.h"

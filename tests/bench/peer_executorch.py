@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401
 import torch
-from layers import GROUP, Floats, Layer, Matrix, Work
+from layers import GROUP, Floats, Layer, Work
+from peer_moepack import quantized
 
-from moepack.quantizer import QuantizedMatrix
-from moepack.schemes import scheme
 from moepack.torchao_layout import pack_universal
 
 
@@ -15,8 +14,8 @@ class Peer:
     def __init__(self, layer: Layer, threads: int) -> None:
         torch.set_num_threads(threads)
         self.shape = s = layer.shape
-        w13 = [pack_universal(_quantized(e.gate, e.up)) for e in layer.experts]
-        w2 = [pack_universal(_quantized(e.down)) for e in layer.experts]
+        w13 = [pack_universal(quantized(e.gate, e.up)) for e in layer.experts]
+        w2 = [pack_universal(quantized(e.down)) for e in layer.experts]
         self.w13, self.w2 = (
             torch.stack([blobs[e % len(blobs)] for e in range(s.E)]) for blobs in (w13, w2)
         )
@@ -39,9 +38,3 @@ class Peer:
     def result(self) -> Floats:
         y: Floats = self.y.numpy()
         return y
-
-
-def _quantized(*parts: Matrix) -> QuantizedMatrix:
-    codes = torch.cat([torch.from_numpy(part.codes) for part in parts])
-    scales = torch.cat([torch.from_numpy(part.scales) for part in parts])
-    return QuantizedMatrix(scheme("int4-g32"), codes, scales, 0)

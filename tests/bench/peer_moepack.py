@@ -17,8 +17,8 @@ class Peer:
     def __init__(self, layer: Layer, threads: int, huge: bool = True) -> None:
         torch.set_num_threads(threads)
         shape = layer.shape
-        w13 = [pack(_quantized(e.gate, e.up), "gate_up") for e in layer.experts]
-        w2 = [pack(_quantized(e.down)) for e in layer.experts]
+        w13 = [pack(quantized(e.gate, e.up), "gate_up") for e in layer.experts]
+        w2 = [pack(quantized(e.down)) for e in layer.experts]
         self.hidden_dim = shape.F
         self.copies = [
             tuple(_stacked(blobs, shape.E, huge) for blobs in (w13, w2))
@@ -39,7 +39,8 @@ class Peer:
         return self.y.numpy()
 
 
-def _quantized(*parts: Matrix) -> QuantizedMatrix:
+def quantized(*parts: Matrix) -> QuantizedMatrix:
+    """Matrices one above the other, as moepack's quantizer would have made them."""
     codes = torch.cat([torch.from_numpy(part.codes) for part in parts])
     scales = torch.cat([torch.from_numpy(part.scales) for part in parts])
     return QuantizedMatrix(scheme(SCHEME), codes, scales, 0)

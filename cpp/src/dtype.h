@@ -1,4 +1,4 @@
-// Rows of activations as the caller has them: fp32, bf16 or fp16.
+// Activations as the caller has them, fp32, bf16 or fp16, to and from fp32.
 #pragma once
 
 #include <cstdint>
