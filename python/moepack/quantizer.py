@@ -43,9 +43,13 @@ class QuantizedMatrix:
 
     def dequantize(self) -> Tensor:
         """fp32 [N, K]."""
-        scales = self.scales.float().repeat_interleave(self.scheme.group, dim=1)
-        exact = self.codes.float() * scales[:, : self.codes.shape[1]]
-        return torch.ldexp(exact, torch.tensor(self.exponent))
+        group, cols = self.scheme.group, self.codes.shape[1]
+        made, scales = self.codes.float(), self.scales.float()
+        whole = cols // group
+        groups = made[:, : whole * group].unflatten(1, (whole, group))
+        groups.mul_(scales[:, :whole, None])
+        made[:, whole * group :] *= scales[:, whole:]
+        return made.mul_(2.0**self.exponent)
 
 
 def quantize(

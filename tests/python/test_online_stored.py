@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tiny_models
 from made_checkpoints import (
+    E2M1,
     Stored,
     copied,
     encoded,
@@ -24,9 +25,10 @@ from made_checkpoints import (
 )
 from moepack.errors import BadWeights
 from moepack.online import Settings, load
+from moepack.online.decoding import FP8, decode_mxfp4, decode_scaled
 from moepack.online.loading import fill, meta_model
 from moepack.online.sources import Pieces
-from moepack.online.stored import Decoder, StoredTensor, decode_mxfp4, decode_scaled
+from moepack.online.stored import Decoder, StoredTensor
 
 ENCODERS: dict[str, Callable[[str, Tensor], Stored]] = {
     "block": fp8_block,
@@ -72,6 +74,25 @@ def test_scales_as_bytes_are_powers_of_two() -> None:
     scales = torch.tensor([[120, 127], [130, 1], [0, 254], [127, 127]], dtype=torch.uint8)
     factors = torch.exp2(scales.double() - 127).repeat_interleave(32, 1)
     assert torch.equal(decode_scaled(values, scales), (values.double() * factors).float())
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_every_fp8_code_is_widened_as_torch_does(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).view(16, 16)
+    finite = codes[:, codes.float().isfinite().all(0)]
+    for values in (codes, finite, codes[::3, ::5]):
+        found = decode_scaled(values, torch.ones(1))
+        assert torch.equal(found.nan_to_num(7.0), values.float().nan_to_num(7.0))
+        assert torch.equal(found.signbit(), values.float().signbit())
+
+
+def test_every_pair_of_fp4_codes_is_widened() -> None:
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(16, 16)
+    table = torch.cat([E2M1, -E2M1])
+    nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).long()
+    for scale in (2.0**-149, 1.0, 2.0**125):
+        found = decode_scaled(codes, torch.tensor(scale))
+        assert torch.equal(found, (table[nibbles] * scale).float())
 
 
 def test_mxfp4_is_decoded_as_in_fp64() -> None:

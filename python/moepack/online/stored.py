@@ -1,7 +1,6 @@
 """Tensors as a checkpoint stores them, read when they are needed, and what they stand for.
 
-FP8 weights with their scales and MXFP4 blocks become the float tensors that they encode. The
-arithmetic is exact up to one rounding to fp32: the product of an FP8 or FP4 value and its scale.
+FP8 weights join their scales, and MXFP4 blocks theirs, into the float tensors that they encode.
 """
 
 from __future__ import annotations
@@ -14,11 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moepack.errors import BadWeights
+from moepack.online.decoding import BYTES, FP8, decode_mxfp4, decode_scaled
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# In the order of the 4-bit code: sign, two bits of exponent, one of mantissa.
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _IGNORED = (".activation_scale", ".input_scale")
 _BLOCKS, _SCALES = "_blocks", "_scales"
 # How scales are named: a suffix, in the place of the suffix of the values.
@@ -104,9 +100,7 @@ class Decoder:
         elif name.endswith(_BLOCKS) and stored.dtype == torch.uint8:
             of = name.removesuffix(_BLOCKS)
             self._values[of] = stored
-        elif stored.dtype in FP8 or (
-            stored.dtype in (torch.int8, torch.uint8) and self._has_scales(name)
-        ):
+        elif stored.dtype in FP8 or (stored.dtype in BYTES and self._has_scales(name)):
             of = name
             self._values[of] = stored
         else:
@@ -162,73 +156,10 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in parts]
 
 
-def decode_scaled(values: Tensor, scales: Tensor, name: str = "weight") -> Tensor:
-    """values [..., N, K] in FP8 (or two FP4 codes a byte, [..., N, K / 2]) -> fp32 [..., N, K].
-
-    value * scale, one scale per tensor, per row, or per block: a scale grid of [n, k] means blocks
-    of ceil-divided size, the last ones cut off. Blocks of 128 (FP8) or of 32 along K (FP4) are
-    taken where they give that grid, else the size that divides evenly.
-    """
-    exact = _unpack_e2m1(values) if values.dtype in (torch.int8, torch.uint8) else values.float()
-    factors = power_of_two(scales) if scales.dtype == torch.uint8 else scales.float()
-    if factors.dim() <= 1 and factors.numel() == 1:
-        return exact * factors.reshape(())
-    if factors.dim() == exact.dim() - 1:  # per channel, or per expert
-        factors = factors[..., None]
-    while factors.dim() < exact.dim():
-        factors = factors[..., None]
-    rows, cols = exact.shape[-2:]
-    factors = _spread(factors, -2, rows, name)
-    return exact * _spread(factors, -1, cols, name)
-
-
-def decode_mxfp4(blocks: Tensor, scales: Tensor, name: str = "weight") -> Tensor:
-    """blocks uint8 [E, R, G, 16], scales uint8 [E, R, G] -> fp32 [E, G * 32, R], a view.
-
-    Two codes a byte, the even element in the low nibble; value * 2^(scale - 127). The rows of the
-    blocks are output rows, which the model that ships them keeps last.
-    """
-    if scales.shape != blocks.shape[:-1]:
-        raise BadWeights(
-            f"{name}: blocks {list(blocks.shape)} need scales {list(blocks.shape[:-1])}, "
-            f"found {list(scales.shape)}"
-        )
-    exact = _unpack_e2m1(blocks) * power_of_two(scales)[..., None]
-    return exact.flatten(-2).transpose(-1, -2)
-
-
-def power_of_two(exponents: Tensor) -> Tensor:
-    """uint8 with bias 127 -> fp32 2^(e - 127); 255 is NaN, as in e8m0."""
-    return exponents.contiguous().view(torch.float8_e8m0fnu).float()
-
-
-def _unpack_e2m1(packed: Tensor) -> Tensor:
-    table = torch.tensor(_E2M1)
-    codes = packed.contiguous().view(torch.uint8)
-    pairs = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-    return table[pairs.int()]
-
-
-def _spread(factors: Tensor, dim: int, size: int, name: str) -> Tensor:
-    """One factor per element of a dimension, from one per block."""
-    count = factors.shape[dim]
-    if count in (1, size):
-        return factors
-    block = next((b for b in (128, 64, 32, 16) if -(-size // b) == count), 0)
-    if not block and size % count == 0:
-        block = size // count
-    if not block:
-        raise BadWeights(
-            f"{name}: {count} scales along a dimension of {size}; supported: one, one for each, "
-            "or one per block of 128, 64, 32, 16 or of equal size"
-        )
-    return factors.repeat_interleave(block, dim=dim).narrow(dim, 0, size)
-
-
 def _decoded_shape(values: StoredTensor) -> tuple[int, ...]:
     shape = values.shape
     if values.name.endswith(_BLOCKS):
         return (*shape[:-3], shape[-2] * shape[-1] * 2, shape[-3])
-    if values.dtype in (torch.int8, torch.uint8):
+    if values.dtype in BYTES:
         return (*shape[:-1], 2 * shape[-1])
     return shape
