@@ -65,8 +65,4 @@ gemm::Activation activation_of(const ExpertAttributes& a) {
           static_cast<float>(a.up_softcap)};
 }
 
-Matrix13 matrix13(std::int64_t hidden_dim, bool gated) {
-  return gated ? Matrix13{2 * hidden_dim, RowOrder::gate_up} : Matrix13{hidden_dim, RowOrder::plain};
-}
-
 }  // namespace moepack

@@ -3,7 +3,6 @@
 
 #include "gemm/kernel.h"
 #include "moepack/ffn.h"
-#include "moepack/packed.h"
 
 namespace moepack {
 
@@ -12,12 +11,5 @@ Status check_activation(const ExpertAttributes& attributes);
 
 // The attributes have passed check_activation.
 gemm::Activation activation_of(const ExpertAttributes& attributes);
-
-// The matrix that holds w13: rows [gate; up], or only the up rows of experts without a gate.
-struct Matrix13 {
-  std::int64_t rows;
-  RowOrder order;
-};
-Matrix13 matrix13(std::int64_t hidden_dim, bool gated);
 
 }  // namespace moepack

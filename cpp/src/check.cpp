@@ -3,8 +3,8 @@
 #include <cmath>
 
 #include "activation.h"
+#include "matrix.h"
 #include "moepack/ffn.h"
-#include "moepack/packed.h"
 
 namespace moepack {
 namespace {
@@ -66,20 +66,17 @@ Status check_groups(const Shape& shape, const RoutingAttributes& r) {
 
 Status check_experts(const Shape& shape, const ExpertAttributes& attributes, const ExpertSizes& sizes) {
   if (Status status = check_shape(shape); !status.ok()) return status;
-  const Scheme* scheme = find_scheme(attributes.scheme);
-  if (!scheme) return unsupported("scheme", attributes.scheme, scheme_names());
-  if (attributes.layout != "moepack") return unsupported("layout", attributes.layout, "moepack");
+  if (!find_scheme(attributes.scheme)) return unsupported("scheme", attributes.scheme, scheme_names());
+  if (!is_layout(attributes.layout)) return unsupported("layout", attributes.layout, layout_names());
   if (Status status = check_activation(attributes); !status.ok()) return status;
-  const Matrix13 w13 = matrix13(shape.F, activation_of(attributes).gated);
-  if (Status status = check_tensor("packed_w13", sizes.experts13, sizes.bytes13, shape.E,
-                                   packed_bytes(*scheme, w13.rows, shape.D, w13.order));
-      !status.ok())
+  const Matrix w13 = Matrix::w13(shape, attributes), w2 = Matrix::w2(shape, attributes);
+  if (Status status = w13.check_dimensions(); !status.ok()) return status;
+  if (Status status = w2.check_dimensions(); !status.ok()) return status;
+  if (Status status = check_tensor("packed_w13", sizes.experts13, sizes.bytes13, shape.E, w13.bytes()); !status.ok())
     return status;
-  if (Status status = check_tensor("packed_w2", sizes.experts2, sizes.bytes2, shape.E,
-                                   packed_bytes(*scheme, shape.D, shape.F, RowOrder::plain));
-      !status.ok())
+  if (Status status = check_tensor("packed_w2", sizes.experts2, sizes.bytes2, shape.E, w2.bytes()); !status.ok())
     return status;
-  if (Status status = check_bias("bias13", sizes.bias13, shape.E * w13.rows); !status.ok()) return status;
+  if (Status status = check_bias("bias13", sizes.bias13, shape.E * w13.rows()); !status.ok()) return status;
   if (attributes.weight_on_input && sizes.bias13 >= 0)
     return Status::error("weight_on_input is not supported together with bias13; supported: one of them");
   return check_bias("bias2", sizes.bias2, shape.E * shape.D);

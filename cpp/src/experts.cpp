@@ -2,14 +2,13 @@
 //
 // Suffixes: _TK pairs in (token, slot) order, _P pairs sorted by expert.
 #include <algorithm>
-#include <cmath>
 
 #include "activation.h"
 #include "dtype.h"
 #include "gemm/registry.h"
 #include "grouping.h"
+#include "matrix.h"
 #include "moepack/ffn.h"
-#include "moepack/packed.h"
 #include "tasks.h"
 #include "workspace.h"
 
@@ -43,11 +42,15 @@ struct Scratch {
   float* row;     // one row of x
   float* hidden;  // [kRowBlock][hidden block]
   float* up;
-  float* out;  // [pairs][panels of one task * 16]
+  float* out;           // [pairs][panels of one task * 16]
+  std::uint8_t* panel;  // a decoded panel
 };
 
 struct Buffers {
-  Buffers(const Shape& s, const Scheme& scheme, int threads, void* base) : arena(base) {
+  Buffers(const Shape& s, const ExpertAttributes& attributes, int threads, void* base) : arena(base) {
+    const Scheme& scheme = *find_scheme(attributes.scheme);
+    const std::int64_t panel_bytes =
+        std::max(Matrix::w13(s, attributes).scratch_bytes(), Matrix::w2(s, attributes).scratch_bytes());
     const std::int64_t tokens = chunk_tokens(s), pairs = tokens * s.K;
     hidden_block = round_up(std::min<std::int64_t>(kActivationGroup, s.F), kPanelColumns);
     out_panels = std::clamp<std::int64_t>(kOutFloats / (pairs * kPanelColumns), 1, kMaxOutPanels);
@@ -63,7 +66,8 @@ struct Buffers {
     for (int worker = 0; worker < threads; ++worker) {
       const Scratch own = {arena.take<float>(s.D), arena.take<float>(kRowBlock * hidden_block),
                            arena.take<float>(kRowBlock * hidden_block),
-                           arena.take<float>(pairs * out_panels * kPanelColumns)};
+                           arena.take<float>(pairs * out_panels * kPanelColumns),
+                           arena.take<std::uint8_t>(panel_bytes)};
       if (base) scratch[worker] = own;
     }
   }
@@ -98,9 +102,10 @@ class Experts {
         kernel_(kernel),
         activation_(activation_of(attributes)),
         weight_on_input_(attributes.weight_on_input),
-        w13_(matrix13(shape.F, activation_.gated)),
-        gemm_(scheme_.cell == Cell::int4 ? kernel.gemm_int4 : kernel.gemm_int8),
-        buffers_(shape, scheme_, parallel.threads, workspace) {
+        w13_(Matrix::w13(shape, attributes)),
+        w2_(Matrix::w2(shape, attributes)),
+        gemm_(w13_.gemm(kernel)),
+        buffers_(shape, attributes, parallel.threads, workspace) {
     const std::int64_t pairs = chunk_tokens(shape) * shape.K;
     for (std::int64_t p = 0; p < pairs; ++p) buffers_.identity[p] = static_cast<std::int32_t>(p);
   }
@@ -140,18 +145,11 @@ class Experts {
   const std::uint8_t* blob2(std::int64_t e) const { return tensors_.packed_w2 + e * tensors_.bytes2; }
 
   Status check_blobs(std::int64_t e) const {
-    Status status = check_header(blob13(e), tensors_.bytes13, scheme_, w13_.rows, s_.D, w13_.order);
+    Status status = w13_.check(blob13(e), tensors_.bytes13);
     if (!status.ok()) return Status::error("expert %lld, w13: %s", static_cast<long long>(e), status.message());
-    status = check_header(blob2(e), tensors_.bytes2, scheme_, s_.D, s_.F, RowOrder::plain);
+    status = w2_.check(blob2(e), tensors_.bytes2);
     if (!status.ok()) return Status::error("expert %lld, w2: %s", static_cast<long long>(e), status.message());
     return {};
-  }
-
-  Panel panel(const std::uint8_t* blob, std::int64_t index, std::int64_t cols) const {
-    PackedHeader header;
-    std::memcpy(&header, blob, sizeof header);
-    return {blob + sizeof header + index * panel_bytes(scheme_, cols), static_cast<int>(ceil_div(cols, scheme_.group)),
-            scheme_.group, std::ldexp(1.0f, header.scale_exponent)};
   }
 
   void quantize_x() {
@@ -179,17 +177,17 @@ class Experts {
                    const float* weights_TK, const Scratch& scratch) {
     const std::int64_t columns = std::min(buffers_.hidden_block, s_.F - column);
     const std::int64_t width = round_up(columns, kPanelColumns);
-    const std::int64_t panels_per_column = activation_.gated ? 2 : 1;
     const std::int32_t* index = buffers_.grouping.token + position;
     for (std::int64_t c = 0; c < width; c += kPanelColumns) {
-      const std::int64_t first_panel = (column + c) / kPanelColumns * panels_per_column;
-      const float* bias = tensors_.bias13 ? tensors_.bias13 + e * w13_.rows + column + c : nullptr;
-      for (std::int64_t side = 0; side < panels_per_column; ++side) {
+      const float* bias = tensors_.bias13 ? tensors_.bias13 + e * w13_.rows() + column + c : nullptr;
+      const auto multiply = [&](bool up, float* out) {
         float padded[kPanelColumns];
-        gemm_(panel(blob13(e), first_panel + side, s_.D), buffers_.x, index, static_cast<int>(count),
-              panel_bias(bias ? bias + side * s_.F : nullptr, columns - c, padded),
-              (side == 0 ? scratch.hidden : scratch.up) + c, width);
-      }
+        const Panel panel = w13_.panel(kernel_, blob13(e), (column + c) / kPanelColumns, up, scratch.panel);
+        gemm_(panel, buffers_.x, index, static_cast<int>(count),
+              panel_bias(bias && up ? bias + s_.F : bias, columns - c, padded), out + c, width);
+      };
+      multiply(false, scratch.hidden);
+      if (activation_.gated) multiply(true, scratch.up);
     }
     if (weight_on_input_)
       for (std::int64_t r = 0; r < count; ++r) {
@@ -230,8 +228,8 @@ class Experts {
         const std::int64_t c = column + p * kPanelColumns;
         float padded[kPanelColumns];
         const float* bias = tensors_.bias2 ? tensors_.bias2 + segment.expert * s_.D + c : nullptr;
-        gemm_(panel(blob2(segment.expert), first + p, s_.F), buffers_.h, buffers_.identity + segment.begin,
-              segment.count, panel_bias(bias, s_.D - c, padded),
+        const Panel panel = w2_.panel(kernel_, blob2(segment.expert), first + p, false, scratch.panel);
+        gemm_(panel, buffers_.h, buffers_.identity + segment.begin, segment.count, panel_bias(bias, s_.D - c, padded),
               scratch.out + segment.begin * width + p * kPanelColumns, width);
       }
     }
@@ -255,7 +253,7 @@ class Experts {
   const gemm::Kernel& kernel_;
   const gemm::Activation activation_;
   const bool weight_on_input_;
-  const Matrix13 w13_;
+  const Matrix w13_, w2_;
   const gemm::Kernel::Gemm gemm_;
   Buffers buffers_;
   std::int64_t first_token_ = 0;
@@ -265,7 +263,7 @@ class Experts {
 }  // namespace
 
 std::size_t experts_workspace_bytes(const Shape& shape, const ExpertAttributes& attributes, int threads) {
-  return Buffers(shape, *find_scheme(attributes.scheme), threads, nullptr).arena.used();
+  return Buffers(shape, attributes, threads, nullptr).arena.used();
 }
 
 Status quantized_experts(const Shape& shape, const ExpertAttributes& attributes, const ExpertTensors& tensors,

@@ -45,8 +45,8 @@ TEST_F(CheckExperts, UnknownNames) {
   attributes_.scheme = "";
   EXPECT_TRUE(contains(message(), "scheme ''"));
   attributes_ = layer_.attributes();
-  attributes_.layout = "torchao";
-  EXPECT_EQ(message(), "layout 'torchao' is not supported; supported: moepack");
+  attributes_.layout = "gguf";
+  EXPECT_EQ(message(), "layout 'gguf' is not supported; supported: moepack, torchao");
   attributes_ = layer_.attributes();
   attributes_.activation = "gelu";
   EXPECT_EQ(message(), "activation 'gelu' is not supported; supported: silu, gelu_tanh, swiglu_oai, relu, relu2");

@@ -48,7 +48,7 @@ std::vector<plain::Quantized> random_rows(int count, std::int64_t cols, std::uin
 Floats kernel_gemm(const std::string& isa, const made::Matrix& m, const Activations& a,
                    const std::vector<std::int32_t>& index, const float* bias) {
   const gemm::Kernel& kernel = made::kernel_of(isa);
-  const auto gemm = m.scheme->cell == Cell::int4 ? kernel.gemm_int4 : kernel.gemm_int8;
+  const auto gemm = kernel.gemm[m.scheme->cell == Cell::int4 ? 0 : 1];
   const std::vector<std::uint8_t> blob = m.pack(RowOrder::plain);
   const std::int64_t width = round_up(m.rows, 16);
   Floats out(index.size() * static_cast<std::size_t>(width), made::kNaN);
@@ -195,7 +195,7 @@ TEST(Gemm, StaysWithinItsColumns) {
   const Activations a(random_rows(11, 64, 40), 64, 32);
   for (const std::string& isa : made::supported_isas()) {
     Floats out(13 * 50, 77.0f);
-    made::kernel_of(isa).gemm_int4({blob.data() + 64, 2, 32, 1.0f}, a.rows, all_rows(11).data(), 11, nullptr,
+    made::kernel_of(isa).gemm[0]({blob.data() + 64, 2, 32, 1.0f}, a.rows, all_rows(11).data(), 11, nullptr,
                                    out.data() + 50 + 17, 50);
     for (int r = 0; r < 13; ++r)
       for (int c = 0; c < 50; ++c) {

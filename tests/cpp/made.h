@@ -169,12 +169,13 @@ struct Layer {
   std::int64_t bytes13, bytes2;
   std::vector<std::uint8_t> w13, w2;
   std::vector<float> bias13, bias2;  // may be empty
+  const char* layout = "moepack";
 
   Shape shape(std::int64_t tokens, std::int64_t top_k) const { return {tokens, D, F, E, top_k}; }
   ExpertAttributes attributes() const {
     ExpertAttributes a;
     a.scheme = scheme->name;
-    a.layout = "moepack";
+    a.layout = layout;
     a.activation = "silu";
     return a;
   }

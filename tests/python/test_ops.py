@@ -448,7 +448,7 @@ BAD_ARGUMENTS: dict[str, Edit] = {
     "unknown scheme": lambda c: (c, {"scheme": "int3-g32"}),
     "scheme to come": lambda c: (c, {"scheme": "mxfp4"}),
     "another scheme": lambda c: (c, {"scheme": "int8-g32"}),
-    "unknown layout": lambda c: (c, {"layout": "torchao"}),
+    "unknown layout": lambda c: (c, {"layout": "gguf"}),
     "unknown activation": lambda c: (c, {"activation": "tanh"}),
     "unknown score": lambda c: (c, {"score_func": "tanh"}),
     "unknown group score": lambda c: (c, {"group_score": "mean"}),

@@ -4,13 +4,25 @@
 
 #include "gemm/elementwise.h"
 #include "gemm/tile.h"
+#include "gemm/universal.h"
 
 namespace moepack::gemm {
 
 template <class I>
 constexpr Kernel instantiate(const char* name) {
-  return {name,         gemm<I, Int4Cell>, gemm<I, Int8Cell>, quantize<I>,   activate<I>, router<I>,
-          exp_minus<I>, sigmoid<I>,        scale<I>,          accumulate<I>, int4_peak<I>};
+  return {name,
+          {gemm<I, Int4Cell, HalfScales>, gemm<I, Int8Cell, HalfScales>, gemm<I, Int4Cell, SingleScales>,
+           gemm<I, Int8Cell, SingleScales>},
+          decode_universal4<I>,
+          decode_universal8<I>,
+          quantize<I>,
+          activate<I>,
+          router<I>,
+          exp_minus<I>,
+          sigmoid<I>,
+          scale<I>,
+          accumulate<I>,
+          int4_peak<I>};
 }
 
 }  // namespace moepack::gemm

@@ -58,6 +58,25 @@ struct Int8Cell {
   }
 };
 
+// A group's scales behind its cells: fp16, or fp32 as torchao's layout has them.
+struct HalfScales {
+  static constexpr int bytes = 2 * kLanes;
+  template <class I>
+  static inline typename I::Float load(const std::uint8_t* p) {
+    return I::load_half(p);
+  }
+};
+
+struct SingleScales {
+  static constexpr int bytes = 4 * kLanes;
+  template <class I>
+  static inline typename I::Float load(const std::uint8_t* p) {
+    float scales[kLanes];
+    __builtin_memcpy(scales, p, sizeof scales);
+    return I::load(scales);
+  }
+};
+
 // Asks for the lines that will be in use kPrefetchBytes from now.
 template <class I, int Lines>
 inline void prefetch(const std::uint8_t* w) {
@@ -65,7 +84,7 @@ inline void prefetch(const std::uint8_t* w) {
 }
 
 // Blocks: blocks of 32 k per weight group.
-template <class I, class Cell, int Blocks, int M>
+template <class I, class Cell, class Scales, int Blocks, int M>
 inline void tile(const Panel& panel, const Rows& rows, const std::int32_t* index, const float* bias, float* out,
                  std::int64_t out_stride) {
   constexpr int block_bytes = 32 / Cell::k * 64;
@@ -95,8 +114,8 @@ inline void tile(const Panel& panel, const Rows& rows, const std::int32_t* index
         for (int i = 0; i < M; ++i) a[i] += 32;
       }
       prefetch<I, 1>(w);
-      const typename I::Float w_scale = I::load_half(w);
-      w += 2 * kLanes;
+      const typename I::Float w_scale = Scales::template load<I>(w);
+      w += Scales::bytes;
       for (int i = 0; i < M; ++i) inner[i] = I::fma(I::to_float(sum[i]), w_scale, inner[i]);
     }
     for (int i = 0; i < M; ++i) acc[i] = I::fma(inner[i], I::broadcast(*a_scale[i]++), acc[i]);
@@ -108,32 +127,33 @@ inline void tile(const Panel& panel, const Rows& rows, const std::int32_t* index
   }
 }
 
-template <class I, class Cell, int Blocks, int M>
+template <class I, class Cell, class Scales, int Blocks, int M>
 inline void tail(const Panel& panel, const Rows& rows, const std::int32_t* index, int count, const float* bias,
                  float* out, std::int64_t out_stride) {
   if constexpr (M > 0) {
     if (count == M)
-      tile<I, Cell, Blocks, M>(panel, rows, index, bias, out, out_stride);
+      tile<I, Cell, Scales, Blocks, M>(panel, rows, index, bias, out, out_stride);
     else
-      tail<I, Cell, Blocks, M - 1>(panel, rows, index, count, bias, out, out_stride);
+      tail<I, Cell, Scales, Blocks, M - 1>(panel, rows, index, count, bias, out, out_stride);
   }
 }
 
-template <class I, class Cell, int Blocks>
+template <class I, class Cell, class Scales, int Blocks>
 void gemm_blocks(const Panel& panel, const Rows& rows, const std::int32_t* index, int count, const float* bias,
                  float* out, std::int64_t out_stride) {
   int r = 0;
   for (; r + I::tile_rows <= count; r += I::tile_rows)
-    tile<I, Cell, Blocks, I::tile_rows>(panel, rows, index + r, bias, out + r * out_stride, out_stride);
-  tail<I, Cell, Blocks, I::tile_rows - 1>(panel, rows, index + r, count - r, bias, out + r * out_stride, out_stride);
+    tile<I, Cell, Scales, Blocks, I::tile_rows>(panel, rows, index + r, bias, out + r * out_stride, out_stride);
+  tail<I, Cell, Scales, Blocks, I::tile_rows - 1>(panel, rows, index + r, count - r, bias, out + r * out_stride,
+                                                  out_stride);
 }
 
-template <class I, class Cell>
+template <class I, class Cell, class Scales>
 void gemm(const Panel& panel, const Rows& rows, const std::int32_t* index, int count, const float* bias, float* out,
           std::int64_t out_stride) {
-  if (panel.group == 32) return gemm_blocks<I, Cell, 1>(panel, rows, index, count, bias, out, out_stride);
-  if (panel.group == 64) return gemm_blocks<I, Cell, 2>(panel, rows, index, count, bias, out, out_stride);
-  return gemm_blocks<I, Cell, 4>(panel, rows, index, count, bias, out, out_stride);
+  if (panel.group == 32) return gemm_blocks<I, Cell, Scales, 1>(panel, rows, index, count, bias, out, out_stride);
+  if (panel.group == 64) return gemm_blocks<I, Cell, Scales, 2>(panel, rows, index, count, bias, out, out_stride);
+  return gemm_blocks<I, Cell, Scales, 4>(panel, rows, index, count, bias, out, out_stride);
 }
 
 template <class I>

@@ -2,11 +2,12 @@
 #include <immintrin.h>
 
 #include "gemm/instantiate.h"
+#include "gemm/isa/universal_avx2.h"
 
 namespace moepack::gemm {
 namespace {
 
-struct Avx512Vnni {
+struct Avx512Vnni : UniversalAvx2 {
   static constexpr int tile_rows = 8;
 
   using Float = __m512;

@@ -115,6 +115,23 @@ struct Scalar {
   static Int start_int8(std::int32_t) { return broadcast_int(0); }
   static void prefetch(const std::uint8_t*) {}
 
+  static void universal_nibbles(const std::uint8_t* in, std::uint8_t* out) {
+    constexpr int rows[] = {0, 1, 4, 5};
+    for (int i = 0; i < 4; ++i)
+      for (int k = 0; k < 4; ++k) {
+        const int k0 = in[8 * i + k], k4 = in[8 * i + 4 + k];
+        out[4 * rows[i] + k] = static_cast<std::uint8_t>((k0 & 15) | (k4 & 15) << 4);
+        out[4 * (rows[i] + 2) + k] = static_cast<std::uint8_t>(k0 >> 4 | (k4 & 0xf0));
+      }
+  }
+  static void universal_bytes(const std::uint8_t* in, std::uint8_t* k0, std::uint8_t* k4) {
+    for (int row = 0; row < 8; ++row)
+      for (int k = 0; k < 4; ++k) {
+        k0[4 * row + k] = in[8 * row + k];
+        k4[4 * row + k] = in[8 * row + 4 + k];
+      }
+  }
+
   // A sum of 32 k begins and ends in a Partial; where that is an Int, it goes on from the sum so far.
   static Partial begin(const Int& sum) { return sum; }
   static Int end(const Partial& partial, const Int&) { return partial; }

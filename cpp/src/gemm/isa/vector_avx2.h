@@ -5,10 +5,12 @@
 
 #include <cstdint>
 
+#include "gemm/isa/universal_avx2.h"
+
 namespace moepack::gemm {
 namespace {
 
-struct VectorAvx2 {
+struct VectorAvx2 : UniversalAvx2 {
   struct Float {
     __m256 lo, hi;
   };

@@ -97,6 +97,31 @@ struct VectorNeon {
   // Codes are signed bytes here: nothing to cancel.
   static Int start_int8(std::int32_t) { return broadcast_int(0); }
   static void prefetch(const std::uint8_t* p) { __builtin_prefetch(p); }
+
+  // A piece of 8 rows x 8 k of torchao's universal layout: 32 bytes, to 8 columns of an int4 cell.
+  static void universal_nibbles(const std::uint8_t* in, std::uint8_t* out) {
+    for (int i = 0; i < 2; ++i) {
+      const uint8x16_t line = vld1q_u8(in + 16 * i);
+      vst1q_u8(out + 16 * i,
+               vcombine_u8(rows_of_cell(vandq_u8(line, vdupq_n_u8(15))), rows_of_cell(vshrq_n_u8(line, 4))));
+    }
+  }
+  // 64 bytes, to 8 columns of two int8 cells: k = 0..3 and k = 4..7.
+  static void universal_bytes(const std::uint8_t* in, std::uint8_t* k0, std::uint8_t* k4) {
+    for (int i = 0; i < 2; ++i) {
+      const uint32x4_t first = vreinterpretq_u32_u8(vld1q_u8(in + 32 * i));
+      const uint32x4_t second = vreinterpretq_u32_u8(vld1q_u8(in + 32 * i + 16));
+      vst1q_u8(k0 + 16 * i, vreinterpretq_u8_u32(vuzp1q_u32(first, second)));
+      vst1q_u8(k4 + 16 * i, vreinterpretq_u8_u32(vuzp2q_u32(first, second)));
+    }
+  }
+
+ private:
+  // Two rows of 8 nibbles; k = 4..7 move above k = 0..3.
+  static uint8x8_t rows_of_cell(uint8x16_t nibbles) {
+    const uint64x2_t rows = vreinterpretq_u64_u8(nibbles);
+    return vreinterpret_u8_u32(vmovn_u64(vorrq_u64(rows, vshrq_n_u64(rows, 28))));
+  }
 };
 
 }  // namespace

@@ -1,0 +1,74 @@
+#include "matrix.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "activation.h"
+#include "universal.h"
+
+namespace moepack {
+namespace {
+
+constexpr std::string_view kUniversal = "torchao";
+
+}  // namespace
+
+const char* layout_names() { return "moepack, torchao"; }
+bool is_layout(std::string_view name) { return name == "moepack" || name == kUniversal; }
+
+Matrix Matrix::w13(const Shape& shape, const ExpertAttributes& attributes) {
+  const bool gated = activation_of(attributes).gated;
+  return {attributes, gated ? 2 * shape.F : shape.F, shape.D, gated ? RowOrder::gate_up : RowOrder::plain};
+}
+
+Matrix Matrix::w2(const Shape& shape, const ExpertAttributes& attributes) {
+  return {attributes, shape.D, shape.F, RowOrder::plain};
+}
+
+Matrix::Matrix(const ExpertAttributes& attributes, std::int64_t rows, std::int64_t cols, RowOrder order)
+    : scheme_(*find_scheme(attributes.scheme)),
+      rows_(rows),
+      cols_(cols),
+      order_(order),
+      universal_(attributes.layout == kUniversal) {}
+
+Status Matrix::check_dimensions() const {
+  if (!universal_) return {};
+  return universal::check_dimensions(scheme_, order_ == RowOrder::gate_up ? rows_ / 2 : rows_, cols_);
+}
+
+std::int64_t Matrix::bytes() const {
+  return universal_ ? universal::blob_bytes(scheme_, rows_, cols_) : packed_bytes(scheme_, rows_, cols_, order_);
+}
+
+Status Matrix::check(const std::uint8_t* blob, std::int64_t bytes) const {
+  return universal_ ? universal::check_header(blob, bytes, scheme_, rows_, cols_)
+                    : check_header(blob, bytes, scheme_, rows_, cols_, order_);
+}
+
+std::int64_t Matrix::scratch_bytes() const { return universal_ ? universal::panel_bytes(scheme_, cols_) : 0; }
+
+gemm::Panel Matrix::panel(const gemm::Kernel& kernel, const std::uint8_t* blob, std::int64_t index, bool up,
+                          std::uint8_t* scratch) const {
+  const int count = static_cast<int>(groups());
+  if (universal_) {
+    const std::int64_t skipped = up ? rows_ / 2 / kPanelColumns : 0;
+    universal::decode_panel(kernel, scheme_, blob, skipped + index, cols_, scratch);
+    return {scratch, count, scheme_.group, 1.0f};
+  }
+  PackedHeader header;
+  std::memcpy(&header, blob, sizeof header);
+  const std::int64_t place = order_ == RowOrder::gate_up ? 2 * index + up : index;
+  return {blob + sizeof header + place * panel_bytes(scheme_, cols_), count, scheme_.group,
+          std::ldexp(1.0f, header.scale_exponent)};
+}
+
+gemm::Kernel::Gemm Matrix::gemm(const gemm::Kernel& kernel) const {
+  using gemm::PanelKind;
+  const bool int4 = scheme_.cell == Cell::int4;
+  const PanelKind kind =
+      universal_ ? (int4 ? PanelKind::int4_fp32 : PanelKind::int8_fp32) : (int4 ? PanelKind::int4 : PanelKind::int8);
+  return kernel.gemm[static_cast<int>(kind)];
+}
+
+}  // namespace moepack
