@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from moepack import packing
 from moepack.attributes import ExpertAttributes, RoutingAttributes
 from moepack.errors import NoMoEBlock
 from moepack.expert_calls import ExpertView
@@ -154,16 +154,16 @@ def dequantize_(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
 
 
 def _in_float(module: PackedExperts, dtype: torch.dtype) -> nn.Module:
-    def matrices(packed: Tensor) -> Tensor:
-        return torch.stack([packing.unpack(blob).dequantize().to(dtype) for blob in packed])
+    def matrices(read: Callable[[int], Tensor]) -> Tensor:
+        return torch.stack([read(expert).to(dtype) for expert in range(module.num_experts)])
 
     new: nn.Module
     tensors = (
-        matrices(module.packed_w13),
-        matrices(module.packed_w2),
+        matrices(module.w13),
+        matrices(module.w2),
         module.bias13,
         module.bias2,
-        replace(module.attributes, scheme=""),
+        replace(module.attributes, scheme="", layout="moepack"),
     )
     if isinstance(module, QuantizedMoEFFN):
         kind = MoERoutedExperts if isinstance(module, RoutedExperts) else MoEFFN

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from moepack import ops, packing
 from moepack.attributes import ExpertAttributes, RoutingAttributes
 from moepack.errors import UnsupportedError
-from moepack.schemes import scheme
 from moepack.weight_lock import WeightLock
 
 
@@ -86,6 +85,18 @@ class PackedExperts(nn.Module):
             a.weight_on_input,
         )
 
+    def w13(self, expert: int) -> Tensor:
+        """What an expert's blob of w13 stands for: fp32 [2F, D], rows [gate; up] ([F, D])."""
+        a = self.attributes
+        blob = self.packed_w13[expert]
+        return packing.dequantize(blob, a.layout, a.scheme, a.rows13, self.dim)
+
+    def w2(self, expert: int) -> Tensor:
+        """fp32 [D, F]."""
+        a = self.attributes
+        blob = self.packed_w2[expert]
+        return packing.dequantize(blob, a.layout, a.scheme, self.dim, a.hidden_dim)
+
     def _rows(self, x: Tensor, name: str) -> Tensor:
         """[..., D] -> [T, D]; a width that only divides the number of elements is refused."""
         if x.dim() == 0 or x.shape[-1] != self.dim:
@@ -113,7 +124,8 @@ class PackedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         a = self.attributes
-        return f"E={self.num_experts}, D={self.dim}, F={a.hidden_dim}, {a.scheme}, {a.activation}"
+        form = a.scheme if a.layout == "moepack" else f"{a.scheme} in {a.layout}'s layout"
+        return f"E={self.num_experts}, D={self.dim}, F={a.hidden_dim}, {form}, {a.activation}"
 
 
 class QuantizedExperts(PackedExperts):
@@ -317,18 +329,24 @@ def _fp32(tensor: Tensor | None) -> Tensor | None:
 def _check_packed(
     packed_w13: Tensor, packed_w2: Tensor, attributes: ExpertAttributes, dim: int
 ) -> None:
-    form = scheme(attributes.scheme)
-    inner = attributes.hidden_dim
-    expected = {
-        "packed_w13": packing.packed_bytes(form, attributes.rows13, dim, attributes.row_order13),
-        "packed_w2": packing.packed_bytes(form, dim, inner, "plain"),
-    }
-    for (name, size), tensor in zip(expected.items(), (packed_w13, packed_w2), strict=True):
+    expected = zip(("packed_w13", "packed_w2"), _blob_sizes(attributes, dim), strict=True)
+    for (name, size), tensor in zip(expected, (packed_w13, packed_w2), strict=True):
         if tensor.dtype != torch.uint8 or tensor.dim() != 2 or tensor.shape[1] != size:
             raise UnsupportedError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}; {form.name} experts of width "
-                f"{dim} and inner size {inner} need uint8 [E, {size}]"
+                f"{name} is {tensor.dtype} {list(tensor.shape)}; {attributes.scheme} experts of "
+                f"width {dim} and inner size {attributes.hidden_dim} need uint8 [E, {size}] in the "
+                f"layout {attributes.layout!r}"
             )
+
+
+def _blob_sizes(attributes: ExpertAttributes, dim: int) -> tuple[int, int]:
+    """Bytes of one expert's w13 and w2."""
+    scheme, layout = attributes.scheme, attributes.layout
+    rows, order = attributes.rows13, attributes.row_order13
+    return (
+        packing.packed_bytes(scheme, rows, dim, order, layout),
+        packing.packed_bytes(scheme, dim, attributes.hidden_dim, "plain", layout),
+    )
 
 
 def _empty_experts(
@@ -339,10 +357,8 @@ def _empty_experts(
     has_bias2: bool,
     device: torch.device | str,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    form, inner = scheme(attributes.scheme), attributes.hidden_dim
+    bytes13, bytes2 = _blob_sizes(attributes, dim)
     rows = attributes.rows13
-    bytes13 = packing.packed_bytes(form, rows, dim, attributes.row_order13)
-    bytes2 = packing.packed_bytes(form, dim, inner, "plain")
     return (
         torch.empty(num_experts, bytes13, dtype=torch.uint8, device=device),
         torch.empty(num_experts, bytes2, dtype=torch.uint8, device=device),

@@ -1,6 +1,7 @@
 """Packed blobs: quantized matrices as the bytes that a kernel reads.
 
-docs/reference/packed-format.md specifies them.
+Two layouts: moepack's own, which docs/reference/packed-format.md specifies, and torchao's
+(`universal_blob`), which ExecuTorch's own operator reads too.
 """
 
 from collections.abc import Iterable
@@ -11,12 +12,15 @@ import torch
 from torch import Tensor
 
 from moepack import _core, huge_pages
-from moepack.errors import PackedFormatError
+from moepack.errors import PackedFormatError, UnsupportedError
 from moepack.quantizer import QuantizedMatrix
 from moepack.schemes import Scheme, scheme
+from moepack.universal_blob import pack_universal, read_universal, universal_bytes
 
 RowOrder = Literal["plain", "gate_up"]
+Layout = Literal["moepack", "torchao"]
 
+LAYOUTS: tuple[Layout, ...] = ("moepack", "torchao")
 _ROW_ORDERS: tuple[RowOrder, ...] = ("plain", "gate_up")
 
 
@@ -33,32 +37,54 @@ class Header:
     crc32: int
 
 
-def packed_bytes(scheme_: str | Scheme, rows: int, cols: int, row_order: RowOrder = "plain") -> int:
-    """Bytes of a blob of a [rows, cols] matrix, header included."""
+def require_layout(name: str) -> None:
+    """Raises UnsupportedError, naming the supported layouts."""
+    if name not in LAYOUTS:
+        raise UnsupportedError(f"layout {name!r}; supported: {', '.join(LAYOUTS)}")
+
+
+def packed_bytes(
+    scheme_: str | Scheme,
+    rows: int,
+    cols: int,
+    row_order: RowOrder = "plain",
+    layout: str = "moepack",
+) -> int:
+    """Bytes of a blob of a [rows, cols] matrix, header included.
+
+    Raises UnsupportedError where torchao's layout cannot hold such a matrix.
+    """
+    require_layout(layout)
+    form = scheme(scheme_)
+    if layout == "torchao":
+        return universal_bytes(form.bits, rows, cols, form.group)
     try:
-        return _core.packed_bytes(scheme(scheme_).name, rows, cols, _order_number(row_order))
+        return _core.packed_bytes(form.name, rows, cols, _order_number(row_order))
     except ValueError as error:
         raise PackedFormatError(str(error)) from None
 
 
-def pack(matrix: QuantizedMatrix, row_order: RowOrder = "plain") -> Tensor:
+def pack(matrix: QuantizedMatrix, row_order: RowOrder = "plain", layout: str = "moepack") -> Tensor:
     """A quantized matrix as one blob, uint8 [bytes].
 
-    `row_order="gate_up"`: the rows are [gate; up], an even number. Raises PackedFormatError on
-    codes outside the scheme's range and on shapes that do not fit each other.
+    `row_order="gate_up"`: the rows are [gate; up], an even number; torchao's layout keeps them in
+    this order in the bytes as well. Raises PackedFormatError on codes outside the scheme's range
+    and on shapes that do not fit each other, UnsupportedError on what the layout cannot hold.
     """
-    size = _size(matrix, row_order)
-    blob = torch.empty(size, dtype=torch.uint8)
-    _pack_into(matrix, row_order, blob)
+    blob = torch.empty(_size(matrix, row_order, layout), dtype=torch.uint8)
+    _pack_into(matrix, row_order, layout, blob)
     return blob
 
 
-def _size(matrix: QuantizedMatrix, row_order: RowOrder) -> int:
+def _size(matrix: QuantizedMatrix, row_order: RowOrder, layout: str) -> int:
     rows, cols = matrix.codes.shape
-    return packed_bytes(matrix.scheme, rows, cols, row_order)
+    return packed_bytes(matrix.scheme, rows, cols, row_order, layout)
 
 
-def _pack_into(matrix: QuantizedMatrix, row_order: RowOrder, blob: Tensor) -> None:
+def _pack_into(matrix: QuantizedMatrix, row_order: RowOrder, layout: str, blob: Tensor) -> None:
+    if layout == "torchao":
+        blob.copy_(pack_universal(matrix))
+        return
     try:
         _core.pack(
             matrix.scheme.name,
@@ -76,6 +102,7 @@ def pack_experts(
     matrices: Iterable[QuantizedMatrix],
     row_order: RowOrder = "plain",
     num_experts: int | None = None,
+    layout: str = "moepack",
 ) -> Tensor:
     """The same matrix of every expert, packed and stacked: uint8 [E, bytes].
 
@@ -98,9 +125,9 @@ def pack_experts(
                 "all experts of a layer need one scheme and one shape"
             )
         if stacked is None:
-            stacked = huge_pages.empty(num_experts, _size(matrix, row_order))
+            stacked = huge_pages.empty(num_experts, _size(matrix, row_order, layout))
         if count < num_experts:
-            _pack_into(matrix, row_order, stacked[count])
+            _pack_into(matrix, row_order, layout, stacked[count])
         count += 1
     if stacked is None:
         raise PackedFormatError("no experts to pack")
@@ -120,6 +147,28 @@ def unpack(blob: Tensor) -> QuantizedMatrix:
     scales = torch.empty(header.rows, groups, dtype=torch.float16)
     _core.unpack(_bytes(blob), codes.numpy(), scales.view(torch.uint16).numpy())
     return QuantizedMatrix(header.scheme, codes, scales, header.exponent)
+
+
+def dequantize(blob: Tensor, layout: str, scheme_: str | Scheme, rows: int, cols: int) -> Tensor:
+    """The weights fp32 [rows, cols] of a blob in either layout.
+
+    Raises PackedFormatError if it is not a blob of such a matrix.
+    """
+    require_layout(layout)
+    form = scheme(scheme_)
+    if layout == "torchao":
+        universal = read_universal(blob, rows, cols, form.group)
+        found = (f"int{universal.bits}-g{form.group}", rows, cols)
+        weights = universal.dequantize()
+    else:
+        matrix = unpack(blob)
+        found = (matrix.scheme.name, *matrix.codes.shape)
+        weights = matrix.dequantize()
+    if found != (form.name, rows, cols):
+        raise PackedFormatError(
+            f"the blob holds {found[0]} {list(found[1:])}, not {form.name} [{rows}, {cols}]"
+        )
+    return weights
 
 
 def read_header(blob: Tensor) -> Header:

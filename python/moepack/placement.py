@@ -38,7 +38,7 @@ def build(
     spec: BlockSpec, decision: BlockPlan, original: nn.Module, packed: PackedTensors
 ) -> PackedExperts:
     """The module of a block: its experts, and its router where the operator routes."""
-    attributes = replace(spec.experts.attributes, scheme=decision.scheme)
+    attributes = replace(spec.experts.attributes, scheme=decision.scheme, layout=decision.layout)
     tensors = (packed.w13, packed.w2, packed.bias13, packed.bias2)
     if decision.router == "outside" or spec.router is None:
         experts = QuantizedExperts(*tensors, attributes, spec.experts.model_dim)

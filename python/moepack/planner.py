@@ -36,6 +36,7 @@ class BlockPlan:
     action: Action
     why: str
     scheme: str = ""
+    layout: str = "moepack"
     router: RouterMode = "outside"
     num_experts: int = 0
     num_activated_experts: int | None = None
@@ -118,16 +119,25 @@ def plan(
     exclude: str | Sequence[str] = (),
     recipe: Mapping[str, str] | None = None,
     router: Literal["auto", "outside"] = "auto",
+    layout: str = "moepack",
 ) -> Plan:
     """Finds every MoE block and says what `quantize_` would do with it. Changes nothing.
 
     Patterns are module paths with shell wildcards; `exclude` is one or several. `recipe`
     maps patterns to schemes, or to "float" to leave a block as it is; the first match wins, then
     `exclude`, then `scheme`. A pattern that matches no block is an UnsupportedError.
-    `router="outside"` leaves every router in PyTorch.
+    `router="outside"` leaves every router in PyTorch. `layout` is how packed experts lie in memory:
+    "moepack", or "torchao" for blobs that ExecuTorch's own operator reads too (more bytes, and
+    dimensions have to be multiples of the scheme's group).
     """
     return plan_blocks(
-        model, find_blocks(model), scheme, exclude=exclude, recipe=recipe, router=router
+        model,
+        find_blocks(model),
+        scheme,
+        exclude=exclude,
+        recipe=recipe,
+        router=router,
+        layout=layout,
     )
 
 
@@ -139,12 +149,14 @@ def plan_blocks(
     exclude: str | Sequence[str],
     recipe: Mapping[str, str] | None,
     router: Literal["auto", "outside"],
+    layout: str = "moepack",
 ) -> Plan:
     """`plan` for blocks that were found already."""
+    packing.require_layout(layout)
     rules = _rules(exclude, recipe)
     _check_patterns(rules, found)
     outside_because = _why_all_outside(model, router)
-    blocks = (_plan_block(block, scheme, rules, outside_because) for block in found)
+    blocks = (_plan_block(block, scheme, rules, outside_because, layout) for block in found)
     packed = sum(isinstance(module, PackedExperts) for module in model.modules())
     return Plan(tuple(blocks), packed)
 
@@ -184,7 +196,11 @@ def _why_all_outside(model: nn.Module, router: str) -> str:
 
 
 def _plan_block(
-    block: FoundBlock, default: str | Scheme, rules: Mapping[str, str], outside_because: str
+    block: FoundBlock,
+    default: str | Scheme,
+    rules: Mapping[str, str],
+    outside_because: str,
+    layout: str,
 ) -> BlockPlan:
     names = (block.path, tuple(block.paths[1:]), type(block.module).__name__, block.family)
     chosen = next((value for p, value in rules.items() if _matches(p, block)), default)
@@ -209,15 +225,21 @@ def _plan_block(
     if top_k is not None and not 1 <= top_k <= e.num_experts:
         why = f"{top_k} activated experts per token of {e.num_experts}; correct the config"
         return BlockPlan(*names, "refuse", why)
-    packed = e.num_experts * (
-        packing.packed_bytes(form, e.attributes.rows13, e.model_dim, e.attributes.row_order13)
-        + packing.packed_bytes(form, e.model_dim, e.inner_dim, "plain")
-    )
+    try:
+        packed = e.num_experts * (
+            packing.packed_bytes(
+                form, e.attributes.rows13, e.model_dim, e.attributes.row_order13, layout
+            )
+            + packing.packed_bytes(form, e.model_dim, e.inner_dim, "plain", layout)
+        )
+    except UnsupportedError as error:
+        return BlockPlan(*names, "refuse", str(error))
     return BlockPlan(
         *names,
         "replace",
         "; ".join(_remarks(spec, "" if is_fused else outside_because)),
         form.name,
+        layout,
         "fused" if is_fused else "outside",
         e.num_experts,
         top_k,

@@ -36,6 +36,7 @@ def quantize_(
     exclude: str | Sequence[str] = (),
     recipe: Mapping[str, str] | None = None,
     router: Literal["auto", "outside"] = "auto",
+    layout: str = "moepack",
     rule: quantizer.Rule = "search",
     verify: bool = True,
     sqnr_floor: float | Mapping[str, float] | None = None,
@@ -44,8 +45,8 @@ def quantize_(
 ) -> Report:
     """Packs the experts of every MoE block, in place. Use the model in `Report.model`.
 
-    `scheme`, `exclude`, `recipe`, `router` as in `moepack.plan`. `sqnr_floor` in dB, for all blocks
-    or by path pattern. `progress(what, done, total)` is called before each block.
+    `scheme`, `exclude`, `recipe`, `router`, `layout` as in `moepack.plan`. `sqnr_floor` in dB, for
+    all blocks or by path pattern. `progress(what, done, total)` is called before each block.
 
     All blocks are read and checked first: structure (UnsupportedError, NoMoEBlock), finite weights
     (BadWeights), the adapter against the original (VerificationError). If that fails the model has
@@ -56,7 +57,9 @@ def quantize_(
     """
     _check_floor(sqnr_floor)
     found = find_blocks(model)
-    decided = plan_blocks(model, found, scheme, exclude=exclude, recipe=recipe, router=router)
+    decided = plan_blocks(
+        model, found, scheme, exclude=exclude, recipe=recipe, router=router, layout=layout
+    )
     report = Report(model, decided)
     if not _anything_to_do(report):
         return report
@@ -219,7 +222,7 @@ def _pack(
                 scale_error = max(scale_error, matrix.scale_error)
                 yield matrix
 
-        return packing.pack_experts(noting(), row_order, experts.num_experts)
+        return packing.pack_experts(noting(), row_order, experts.num_experts, decision.layout)
 
     w13 = packed("w13", experts.w13, experts.attributes.row_order13)
     w2 = packed("w2", experts.w2, "plain")

@@ -15,6 +15,7 @@ the group, scales are fp32, and K has to be a multiple of the group.
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,6 +30,31 @@ _MAGIC, _UNIVERSAL = 6712, 1
 BITS = (4, 8)
 _RUN = 32  # 4-bit codes are packed so many at a time
 _SCALE_AND_SUM_BYTES = 8
+
+
+@dataclass(frozen=True, eq=False)
+class UniversalMatrix:
+    """codes [N, K] int8 of `bits`, scales [N, K / group] fp32: W = codes * scales."""
+
+    bits: int
+    group: int
+    codes: Tensor
+    scales: Tensor
+
+    def dequantize(self) -> Tensor:
+        """fp32 [N, K]: one rounding for each weight."""
+        return self.codes.float() * self.scales.repeat_interleave(self.group, dim=1)
+
+    def in_half(self) -> QuantizedMatrix:
+        """The same codes with scales in fp16 and one exponent, unchanged where that holds them.
+
+        `scale_error` of the result is the largest relative change. Groups that are a multiple of 32
+        are taken apart. Raises UnsupportedError on others, PackedFormatError on a scale that is not
+        finite.
+        """
+        kept = _scheme_group(self.bits, self.group)
+        scales = self.scales.repeat_interleave(self.group // kept, dim=1)
+        return _in_half(f"int{self.bits}-g{kept}", self.codes, scales)
 
 
 def universal_bytes(bits: int, rows: int, cols: int, group: int) -> int:
@@ -61,13 +87,11 @@ def pack_universal(matrix: QuantizedMatrix) -> Tensor:
     return encode(matrix.codes, scales, matrix.scheme.bits, matrix.scheme.group)
 
 
-def unpack_universal(blob: Tensor, rows: int, cols: int, group: int) -> QuantizedMatrix:
-    """The matrix [rows, cols] that a universal blob, uint8 or int8 [bytes], holds.
+def read_universal(blob: Tensor, rows: int, cols: int, group: int) -> UniversalMatrix:
+    """The matrix [rows, cols] that a universal blob, uint8 or int8 [bytes], holds, unchanged.
 
-    Codes come back unchanged. fp32 scales become fp16 with one exponent for the matrix, unchanged
-    where that holds them: `scale_error` is the largest relative change, 0 if there is none. Groups
-    of 32, 64, 128 or multiples of them are read. Raises PackedFormatError on bytes that are not
-    such a blob of this shape, UnsupportedError on zero points, a bias or another group.
+    Raises PackedFormatError on bytes that are not such a blob of this shape, UnsupportedError on
+    zero points, a bias or a group that is no multiple of 16.
     """
     data = _flat_bytes(blob)
     bits = _read_header(data)
@@ -76,10 +100,12 @@ def unpack_universal(blob: Tensor, rows: int, cols: int, group: int) -> Quantize
             f"the blob has {len(data)} bytes; {bits}-bit codes [{rows}, {cols}] in groups of "
             f"{group} take {universal_bytes(bits, rows, cols, group)}"
         )
-    kept_group = _scheme_group(bits, group)
-    codes, scales = _decode(data, bits, rows, cols, group)
-    found = scheme(f"int{bits}-g{kept_group}")
-    return _in_half(found.name, codes, scales.repeat_interleave(group // kept_group, dim=1))
+    return UniversalMatrix(bits, group, *_decode(data, bits, rows, cols, group))
+
+
+def unpack_universal(blob: Tensor, rows: int, cols: int, group: int) -> QuantizedMatrix:
+    """`read_universal` and `in_half`: codes come back unchanged, scales in fp16."""
+    return read_universal(blob, rows, cols, group).in_half()
 
 
 def encode(codes: Tensor, scales: Tensor, bits: int, group: int) -> Tensor:
