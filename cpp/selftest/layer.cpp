@@ -1,0 +1,114 @@
+#include "layer.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#include "moepack/isa.h"
+
+namespace moepack::selftest {
+namespace {
+
+std::vector<std::uint8_t> made_blob(const Scheme& scheme, std::int64_t rows, std::int64_t cols, RowOrder order,
+                                    Random& random) {
+  std::vector<std::int8_t> codes(static_cast<std::size_t>(rows * cols));
+  for (auto& code : codes)
+    code = static_cast<std::int8_t>(scheme.code_min + random.below(scheme.code_max - scheme.code_min + 1));
+  std::vector<std::uint16_t> scales(static_cast<std::size_t>(rows * ceil_div(cols, scheme.group)));
+  for (auto& scale : scales)
+    scale = static_cast<std::uint16_t>(0x2000 + random.below(0x1000) + (random.below(2) << 15));
+  std::vector<std::uint8_t> blob(static_cast<std::size_t>(packed_bytes(scheme, rows, cols, order)));
+  pack(scheme, order, rows, cols, codes.data(), scales.data(), -3, blob.data());
+  return blob;
+}
+
+void append(std::vector<std::uint8_t>& all, const std::vector<std::uint8_t>& blob) {
+  all.insert(all.end(), blob.begin(), blob.end());
+}
+
+ParallelFor threads(int count) {
+  if (count == 1) return serial();
+  return {count,
+          [](void*, int tasks, void (*body)(void*, int), void* argument) {
+            std::vector<std::thread> workers;
+            workers.reserve(static_cast<std::size_t>(tasks));
+            for (int i = 0; i < tasks; ++i) workers.emplace_back(body, argument, i);
+            for (auto& worker : workers) worker.join();
+          },
+          nullptr};
+}
+
+}  // namespace
+
+Layer::Layer(const Scheme& scheme, const Dimensions& d, bool gated, Random& random) {
+  for (std::int64_t e = 0; e < d.E; ++e) {
+    append(w13, made_blob(scheme, gated ? 2 * d.F : d.F, d.D, gated ? RowOrder::gate_up : RowOrder::plain, random));
+    append(w2, made_blob(scheme, d.D, d.F, RowOrder::plain, random));
+  }
+  const std::int64_t experts = d.E;
+  tensors = {w13.data(), w2.data(), static_cast<std::int64_t>(w13.size()) / experts,
+             static_cast<std::int64_t>(w2.size()) / experts};
+}
+
+Batch::Batch(const Dimensions& d, std::int64_t tokens, Random& random) {
+  for (std::int64_t i = 0; i < tokens * d.D; ++i)
+    x.push_back(random.below(50) ? random.normal() : 30 * random.normal());
+  for (std::int64_t i = 0; i < tokens * d.K; ++i) {
+    ids.push_back(random.below(static_cast<int>(d.E)));
+    weights.push_back(random.normal());
+  }
+}
+
+ExpertAttributes attributes(std::string_view scheme, std::string_view activation) {
+  ExpertAttributes a;
+  a.scheme = scheme;
+  a.layout = "moepack";
+  a.activation = activation;
+  if (activation == "swiglu_oai") {
+    a.act_alpha = 1.702;
+    a.act_limit = 7.0;
+  }
+  if (activation == "silu") a.up_softcap = 25.0;
+  return a;
+}
+
+Call::Call(const Dimensions& d, const ExpertAttributes& a, const Layer& layer, const Batch& batch, std::int64_t first,
+           std::int64_t tokens, int thread_count)
+    : shape_{tokens, d.D, d.F, d.E, d.K},
+      attributes_(a),
+      tensors_(layer.tensors),
+      x_(batch.x.data() + first * d.D),
+      ids_(batch.ids.data() + first * d.K),
+      weights_(batch.weights.data() + first * d.K),
+      parallel_(threads(thread_count)),
+      memory_(experts_workspace_bytes(shape_, a, thread_count) + 64),
+      workspace_(memory_.data() + (64 - reinterpret_cast<std::uintptr_t>(memory_.data()) % 64)),
+      out_(static_cast<std::size_t>(tokens * d.D)) {}
+
+void Call::operator()() {
+  const Status status = quantized_experts(shape_, attributes_, tensors_, x_, DType::f32, ids_, weights_, out_.data(),
+                                          workspace_, parallel_);
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s\n", status.message());
+  std::exit(2);
+}
+
+std::vector<float> Call::on(const std::string& isa) {
+  force(isa);
+  (*this)();
+  return out_;
+}
+
+void force(const std::string& isa) {
+  const Status status = force_isa(isa.c_str());
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s\n", status.message());
+  std::exit(2);
+}
+
+bool same(const std::vector<float>& a, const float* b) {
+  return std::memcmp(a.data(), b, a.size() * sizeof(float)) == 0;
+}
+
+}  // namespace moepack::selftest
