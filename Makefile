@@ -12,7 +12,7 @@ SOURCES := $(shell find cpp -type f) CMakeLists.txt pyproject.toml python/moepac
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard cpp tests/cpp | grep -E '\.(cpp|h)$$')
 
 .DEFAULT_GOAL := install
-.PHONY: install demo test test-all test-arm test-cpp test-python test-python-all lint format gtest clean
+.PHONY: install demo test test-all test-arm test-instructions update-instructions test-cpp test-python test-python-all lint format gtest clean
 
 install: $(VENV)/.installed
 
@@ -39,6 +39,17 @@ test-arm: $(VENV)/.build-tools
 	  -DCMAKE_COMPILE_WARNING_AS_ERROR=ON -DMOEPACK_BUILD_SELFTEST=ON
 	$(BIN)/cmake --build build/arm --parallel $(JOBS) -- --quiet
 	for cpu in max cortex-a76 cortex-a57; do qemu-aarch64-static -cpu $$cpu build/arm/cpp/selftest/moepack_selftest || exit; done
+
+# Instructions per multiply-accumulate, of the native kernels and those for Arm, against the committed figures.
+SELFTEST = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) --log-level=WARNING \
+  -DMOEPACK_BUILD_SELFTEST=ON -B
+test-instructions update-instructions: $(VENV)/.build-tools
+	$(SELFTEST) build/selftest
+	$(SELFTEST) build/selftest-arm -DCMAKE_TOOLCHAIN_FILE=$(abspath cpp/cmake/aarch64-linux-gnu.cmake)
+	for build in build/selftest build/selftest-arm; do \
+	  $(BIN)/cmake --build $$build --parallel $(JOBS) -- --quiet || exit; done
+	$(BIN)/python tests/bench/instructions.py $(if $(filter update%,$@),--update) \
+	  build/selftest/cpp/selftest/moepack_selftest build/selftest-arm/cpp/selftest/moepack_selftest
 
 # The bindings that need torch or Python are compiled in build/python, everything else in build/cpp.
 TIDY = xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy --quiet --extra-arg=-Wno-unknown-warning-option -p
