@@ -63,9 +63,9 @@ lint: $(VENV)/.tools build/cpp/build.ninja
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
-	@printf '%s\n' $(filter cpp/%.cpp,$(filter-out cpp/ops/torch_ops.cpp cpp/python/%,$(CXX_FILES))) | \
+	@printf '%s\n' $(filter cpp/%.cpp,$(filter-out cpp/ops/torch_% cpp/python/%,$(CXX_FILES))) | \
 	  $(COMPILED) build/cpp/compile_commands.json | $(TIDY) build/cpp
-	@printf '%s\n' cpp/ops/torch_ops.cpp cpp/python/core_module.cpp | $(TIDY) build/python
+	@printf '%s\n' $(filter cpp/ops/torch_%.cpp cpp/python/%.cpp,$(CXX_FILES)) | $(TIDY) build/python
 
 format: $(VENV)/.tools
 	$(BIN)/ruff check --fix --quiet
