@@ -32,13 +32,26 @@ test-cpp: build/cpp/build.ninja
 	$(BIN)/cmake --build build/cpp --parallel $(JOBS) -- --quiet
 	$(BIN)/ctest --test-dir build/cpp --output-on-failure --no-tests=error --parallel $(JOBS)
 
-# Every NEON kernel against the scalar one, on an emulated CPU that has all extensions, dot products only, or neither.
-test-arm: $(VENV)/.build-tools
-	$(BIN)/cmake -S . -B build/arm -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) --log-level=WARNING \
-	  -DCMAKE_TOOLCHAIN_FILE=$(abspath cpp/cmake/aarch64-linux-gnu.cmake) -DCMAKE_EXE_LINKER_FLAGS=-static \
-	  -DCMAKE_COMPILE_WARNING_AS_ERROR=ON -DMOEPACK_BUILD_SELFTEST=ON
-	$(BIN)/cmake --build build/arm --parallel $(JOBS) -- --quiet
-	for cpu in max cortex-a76 cortex-a57; do qemu-aarch64-static -cpu $$cpu build/arm/cpp/selftest/moepack_selftest || exit; done
+# On an emulated CPU that has all extensions, dot products only, or neither: every NEON kernel against the scalar one, then
+# programs that are exported here, through the runner.
+EMULATED = QEMU_LD_PREFIX=/usr/aarch64-linux-gnu qemu-aarch64-static
+test-arm: $(VENV)/.tools build/executorch-aarch64/.unpacked
+	$(BIN)/cmake --preset linux-aarch64 -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) --log-level=WARNING \
+	  -Dexecutorch_ROOT=$(abspath build/executorch-aarch64/executorch) -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -DCMAKE_COMPILE_WARNING_AS_ERROR=ON -DMOEPACK_BUILD_RUNNER=ON -DMOEPACK_BUILD_SELFTEST=ON
+	$(BIN)/cmake --build build/linux-aarch64 --parallel $(JOBS) -- --quiet
+	for cpu in max cortex-a76 cortex-a57; do \
+	  $(EMULATED) -cpu $$cpu build/linux-aarch64/cpp/selftest/moepack_selftest || exit; done
+	MOEPACK_ARM_BUILD=$(abspath build/linux-aarch64) $(BIN)/python -m pytest tests/python/test_arm.py
+
+# ExecuTorch's headers and libraries for aarch64, from its wheel; nothing of it is installed.
+build/executorch-aarch64/.unpacked: pyproject.toml | $(VENV)/.build-tools
+	@rm -rf $(@D) && mkdir -p $(@D)
+	$(BIN)/pip download $(QUIET) --disable-pip-version-check --dest $(@D) --no-deps --only-binary=:all: \
+	  --platform manylinux_2_28_aarch64 \
+	  $$($(call requirements,[r for r in p["project"]["dependencies"] if r.startswith("executorch")]))
+	@cd $(@D) && $(abspath $(BIN)/python) -m zipfile -e *.whl .
+	@touch $@
 
 # Instructions per multiply-accumulate, of the native kernels and those for Arm, against the committed figures.
 SELFTEST = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) --log-level=WARNING \
