@@ -9,10 +9,10 @@ BIN := $(VENV)/bin
 QUIET ?= --quiet
 PIP := $(BIN)/pip install $(QUIET) --disable-pip-version-check
 SOURCES := $(shell find cpp -type f) CMakeLists.txt pyproject.toml python/moepack/__init__.py
-CXX_FILES = $(shell git ls-files --cached --others --exclude-standard cpp tests/cpp | grep -E '\.(cpp|h)$$')
+CXX_FILES = $(shell git ls-files --cached --others --exclude-standard cpp tests/cpp tests/fuzz | grep -E '\.(cpp|h)$$')
 
 .DEFAULT_GOAL := install
-.PHONY: install demo test test-all test-arm test-instructions update-instructions test-cpp test-python test-python-all lint format gtest clean
+.PHONY: install demo test test-all test-arm test-instructions update-instructions test-cpp test-python test-python-all test-sanitizers fuzz lint format gtest clean
 
 install: $(VENV)/.installed
 
@@ -63,6 +63,33 @@ test-instructions update-instructions: $(VENV)/.build-tools
 	  $(BIN)/cmake --build $$build --parallel $(JOBS) -- --quiet || exit; done
 	$(BIN)/python tests/bench/instructions.py $(if $(filter update%,$@),--update) \
 	  build/selftest/cpp/selftest/moepack_selftest build/selftest-arm/cpp/selftest/moepack_selftest
+
+# All C++ tests with AddressSanitizer and UBSan, those of threads with ThreadSanitizer. The latter, of gcc 12, cannot map
+# its shadow where addresses are too random.
+THREADED = experts_test ffn_test tasks_test
+FIXED_ADDRESSES = $(shell setarch -R true 2> /dev/null && echo setarch -R)
+test-sanitizers: build/address/build.ninja build/thread/build.ninja
+	$(BIN)/cmake --build build/address --parallel $(JOBS) -- --quiet
+	$(BIN)/ctest --test-dir build/address --output-on-failure --no-tests=error --parallel $(JOBS)
+	$(BIN)/cmake --build build/thread --parallel $(JOBS) --target $(THREADED) -- --quiet
+	for test in $(THREADED); do $(FIXED_ADDRESSES) build/thread/tests/cpp/$$test --gtest_brief=1 || exit; done
+
+# The same inputs each time; another FUZZ_SEED gives others. Seconds are per target, of which there are seven.
+FUZZ_SECONDS ?= 8
+FUZZ_SEED ?= 1
+FUZZ = --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+fuzz: build/address/build.ninja $(VENV)/.tools
+	$(BIN)/cmake --build build/address --parallel $(JOBS) --target packed_fuzz op_fuzz -- --quiet
+	build/address/tests/fuzz/packed_fuzz $(FUZZ)
+	build/address/tests/fuzz/op_fuzz $(FUZZ)
+	$(BIN)/python tests/fuzz/readers.py $(FUZZ)
+
+SANITIZED = $(BIN)/cmake -S . -B $(@D) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) --log-level=WARNING \
+  -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_COMPILE_WARNING_AS_ERROR=ON -DMOEPACK_BUILD_TESTS=ON
+build/address/build.ninja: CMakeLists.txt | $(VENV)/.tools gtest
+	$(SANITIZED) -DMOEPACK_SANITIZE=address,undefined -DMOEPACK_BUILD_EXECUTORCH=ON -DMOEPACK_BUILD_FUZZERS=ON
+build/thread/build.ninja: CMakeLists.txt | $(VENV)/.tools gtest
+	$(SANITIZED) -DMOEPACK_SANITIZE=thread
 
 # The bindings that need torch or Python are compiled in build/python, everything else in build/cpp.
 TIDY = xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy --quiet --extra-arg=-Wno-unknown-warning-option -p
