@@ -57,6 +57,10 @@ def packed_bytes(
     require_layout(layout)
     form = scheme(scheme_)
     if layout == "torchao":
+        if form.cell not in ("int4", "int8"):
+            raise UnsupportedError(
+                f"scheme {form.name!r} in torchao's layout; supported there: int4 and int8 schemes"
+            )
         return universal_bytes(form.bits, rows, cols, form.group)
     try:
         return _core.packed_bytes(form.name, rows, cols, _order_number(row_order))
