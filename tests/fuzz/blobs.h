@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "choices.h"
+#include "memory.h"
 #include "moepack/packed.h"
 
 namespace moepack::fuzz {
@@ -13,17 +14,33 @@ inline const Scheme& scheme(Choices& choices) {
   return schemes_begin()[choices.below(schemes_end() - schemes_begin())];
 }
 
-// Codes and scales of the scheme, packed. Scales of about 1, so that damage elsewhere is not lost in infinities.
+// Bytes of a scale. Cells take whole lines of 64 bytes: the rest of a group are its 16 scales.
+inline std::size_t scale_bytes(const Scheme& scheme) {
+  const std::int64_t rest = group_bytes(scheme) % kCellBytes;
+  return static_cast<std::size_t>(rest == 0 ? 4 : rest / kPanelColumns);
+}
+
+// Of about 1 or less, as fp16, fp32 or a power of two, so that damage elsewhere is not lost in infinities.
+inline void make_scale(std::uint8_t* scale, std::size_t bytes, std::mt19937& random) {
+  for (std::size_t i = 0; i < bytes; ++i) scale[i] = static_cast<std::uint8_t>(random());
+  std::uint8_t& last = scale[bytes - 1];
+  if (bytes == 1)
+    last = static_cast<std::uint8_t>(0x78 + last % 8);
+  else
+    last = static_cast<std::uint8_t>((last & 0x8f) | (bytes == 2 ? 0x20 : 0x30));
+}
+
+// Any codes of the scheme, packed.
 inline std::vector<std::uint8_t> valid_blob(const Scheme& scheme, std::int64_t rows, std::int64_t cols, RowOrder order,
                                             std::mt19937& random) {
   std::vector<std::int8_t> codes(static_cast<std::size_t>(rows * cols));
-  for (auto& code : codes)
-    code = static_cast<std::int8_t>(
-        scheme.code_min + static_cast<int>(random() % static_cast<unsigned>(scheme.code_max - scheme.code_min + 1)));
-  std::vector<std::uint16_t> scales(static_cast<std::size_t>(rows * ceil_div(cols, scheme.group)));
-  for (auto& scale : scales) scale = static_cast<std::uint16_t>(0x2000 + random() % 0x1000 + (random() % 2 << 15));
+  const auto count = static_cast<unsigned>(scheme.code_max - scheme.code_min + 1);
+  for (auto& code : codes) code = static_cast<std::int8_t>(scheme.code_min + static_cast<int>(random() % count));
+  const std::size_t bytes = scale_bytes(scheme);
+  Memory scales(static_cast<std::size_t>(rows * ceil_div(cols, scheme.group)) * bytes);
+  for (std::size_t i = 0; i < scales.size(); i += bytes) make_scale(scales.data() + i, bytes, random);
   std::vector<std::uint8_t> blob(static_cast<std::size_t>(packed_bytes(scheme, rows, cols, order)));
-  pack(scheme, order, rows, cols, codes.data(), scales.data(), -3, blob.data());
+  pack(scheme, order, rows, cols, codes.data(), reinterpret_cast<const std::uint16_t*>(scales.data()), -3, blob.data());
   return blob;
 }
 

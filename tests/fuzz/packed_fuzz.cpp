@@ -51,7 +51,8 @@ void read_everything(const Memory& blob, const PackedHeader& header) {
   const auto order = static_cast<RowOrder>(header.row_order);
   MOEPACK_PROMISE(check_header(blob.data(), size, *found, header.rows, header.cols, order).ok());
   const std::size_t rows = header.rows, cols = header.cols;
-  Memory codes(rows * cols), scales(rows * static_cast<std::size_t>(ceil_div(header.cols, found->group)) * 2);
+  Memory codes(rows * cols),
+      scales(rows * static_cast<std::size_t>(ceil_div(header.cols, found->group)) * scale_bytes(*found));
   unpack(blob.data(), reinterpret_cast<std::int8_t*>(codes.data()), reinterpret_cast<std::uint16_t*>(scales.data()));
 
   // What was read is what is written: again as a blob, it reads the same.
