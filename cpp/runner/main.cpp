@@ -37,7 +37,8 @@ class Output {
 
   void write(std::int64_t token) {
     if (tokenizer_) {
-      std::printf("%s", text_.add(tokenizer_->decode(previous_, token)).c_str());
+      const std::string text = text_.add(tokenizer_->decode(previous_, token));
+      std::fwrite(text.data(), 1, text.size(), stdout);
     } else {
       std::printf("%s%lld", is_first_ ? "" : " ", static_cast<long long>(token));
     }
