@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from moepack.acceleration import accelerate_upstream
+    from moepack.converter import convert
     from moepack.exporter import export
     from moepack.families import register_family
     from moepack.integrations.transformers import MoePackConfig
@@ -22,8 +24,10 @@ __all__ = [
     "quantize_",
     "plan",
     "export",
+    "convert",
     "dequantize_",
     "replace_moe_with_quantized_op",
+    "accelerate_upstream",
     "reload_weights",
     "serving",
     "MoePackConfig",
@@ -37,8 +41,10 @@ _HOMES = {
     "quantize_": "transform",
     "plan": "planner",
     "export": "exporter",
+    "convert": "converter",
     "dequantize_": "transform",
     "replace_moe_with_quantized_op": "transform",
+    "accelerate_upstream": "acceleration",
     "register_family": "families",
     "reload_weights": "online.reload",
     "serving": "online.serving",

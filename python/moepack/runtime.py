@@ -29,6 +29,7 @@ from moepack.manifest import (
 from moepack.program_file import ProgramFile, open_program
 from moepack.threads import require_threads
 from moepack.tokenizer import TextStream, Tokenizer
+from moepack.weights_file import WeightsFile, weights_of
 
 
 class Program:
@@ -42,25 +43,29 @@ class Program:
         self.max_seq_len = self._constant("get_max_seq_len")
         self.vocab_size = self._constant("get_vocab_size")
         self.eos_ids = frozenset(self._constants("get_eos_ids"))
-        self.all_logits = _logit_rows(program, file.path) != 1
+        is_dynamic = self._constants("enable_dynamic_shape") != [0]
+        self.tokens_per_call = self.max_seq_len if is_dynamic else 1
+        self.all_logits = not is_dynamic or _logit_rows(program, file.path) != 1
 
     @classmethod
     def load(cls, path: str | Path, *, threads: int | None = None, verify: bool = False) -> Program:
         """Maps a .pte, or model.pte of an exported directory, and prepares it.
 
-        Weights stay in the mapped file. `threads` sets the size of ExecuTorch's thread pool for
-        the process. `verify` reads every byte and compares it with the manifest. Raises
-        MoePackError when a file is damaged or an operator or backend is missing here.
+        Weights stay in the mapped file, or in that of the same name with the suffix .ptd, where the
+        program keeps them apart. `threads` sets the size of ExecuTorch's thread pool for the
+        process. `verify` reads every byte and compares it with the manifest. Raises MoePackError
+        when a file is damaged or an operator or backend is missing here.
         """
         require_threads(threads)
         _require_instruction_set()
         place = Path(path)
         directory = place if place.is_dir() else place.parent
         file = open_program(place / PROGRAM if place.is_dir() else place)
+        weights = weights_of(file)
         manifest = None
         if (directory / FILE_NAME).is_file():
             manifest = Manifest.read(directory)
-            _check_files(directory, file, manifest, verify)
+            _check_files(directory, file, weights, manifest, verify)
         elif place.is_dir() or verify:
             manifest = Manifest.read(directory)
         runtime = executorch_runtime()
@@ -68,7 +73,7 @@ class Program:
         with _native_messages() as messages:
             set_threads(threads)
             try:
-                program = runtime.load_program(file.path)
+                program = runtime.load_program(file.path, data_path=weights and weights.path)
             except RuntimeError as error:
                 raise MoePackError(f"{file.path}: {error}{messages()}") from error
             return cls(file, program, manifest)
@@ -76,10 +81,27 @@ class Program:
     def logits(self, ids: Sequence[int] | Tensor, position: int = 0) -> Tensor:
         """Feeds the tokens of a sequence from `position` on; logits fp32 [1 or T, vocabulary].
 
-        Position 0 begins a new sequence. Raises MoePackError beyond the vocabulary or the context.
+        Position 0 begins a new sequence. Where `tokens_per_call` is 1 the program gets them one
+        after the other. Raises MoePackError beyond the vocabulary or the context.
         """
-        tokens = torch.as_tensor(ids, dtype=torch.int64).reshape(1, -1)
-        count = tokens.shape[1]
+        return torch.cat(list(self._passes(ids, position)))
+
+    def last_logits(self, ids: Sequence[int] | Tensor, position: int = 0) -> Tensor:
+        """As `logits`, of the last token alone: fp32 [vocabulary]."""
+        for rows in self._passes(ids, position):
+            last = rows[-1]
+        return last
+
+    def _passes(self, ids: Sequence[int] | Tensor, position: int) -> Iterator[Tensor]:
+        tokens = self._checked(ids, position)
+        positions = torch.arange(position, position + len(tokens))
+        size = self.tokens_per_call
+        for some, at in zip(tokens.split(size), positions.split(size), strict=True):
+            yield self._run(some[None], at)
+
+    def _checked(self, ids: Sequence[int] | Tensor, position: int) -> Tensor:
+        tokens = torch.as_tensor(ids, dtype=torch.int64).reshape(-1)
+        count = len(tokens)
         if count == 0:
             raise MoePackError("no tokens to run")
         if position + count > self.max_seq_len:
@@ -92,7 +114,9 @@ class Program:
                 f"token ids from {int(tokens.min())} to {int(tokens.max())}; "
                 f"the model's vocabulary is 0 to {self.vocab_size - 1}"
             )
-        positions = torch.arange(position, position + count)
+        return tokens
+
+    def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
         with _native_messages() as messages:
             try:
                 result: Tensor = self._forward.execute((tokens, positions))[0]
@@ -191,7 +215,7 @@ class Generation:
         stats, program = self.stats, self._program
         generator = torch.Generator().manual_seed(self._sampling.seed)
         began = time.perf_counter()
-        row = program.logits(self._prompt)[-1]
+        row = program.last_logits(self._prompt)
         stats.prefill_seconds = time.perf_counter() - began
         position = len(self._prompt)
         while True:
@@ -208,7 +232,7 @@ class Generation:
                 stats.stop = "context"
                 return
             began = time.perf_counter()
-            row = program.logits([token], position)[-1]
+            row = program.last_logits([token], position)
             stats.decode_seconds += time.perf_counter() - began
             stats.decode_steps += 1
             position += 1
@@ -303,13 +327,20 @@ def _logit_rows(program: Any, path: Path) -> int:
         ) from error
 
 
-def _check_files(directory: Path, file: ProgramFile, manifest: Manifest, verify: bool) -> None:
+def _check_files(
+    directory: Path,
+    file: ProgramFile,
+    weights: WeightsFile | None,
+    manifest: Manifest,
+    verify: bool,
+) -> None:
     check = content_differences if verify else size_differences
     differences = check(directory, manifest.files)
-    is_listed = file.path.name in manifest.files
-    if not differences and is_listed:
-        same = file.structure_digest() == manifest.program_structure_sha256
-        differences = [] if same else [f"{file.path.name}: the program was damaged or replaced"]
+    if not differences and file.path.name in manifest.files:
+        if file.structure_digest() != manifest.program_structure_sha256:
+            differences.append(f"{file.path.name}: the program was damaged or replaced")
+        if weights and weights.structure_digest() != manifest.weights_structure_sha256:
+            differences.append(f"{weights.path.name}: its structure was damaged or replaced")
     if differences:
         raise MoePackError(f"{directory}: {'; '.join(differences)}; export or copy it again")
 

@@ -52,9 +52,20 @@ class UniversalMatrix:
         are taken apart. Raises UnsupportedError on others, PackedFormatError on a scale that is not
         finite.
         """
-        kept = _scheme_group(self.bits, self.group)
+        kept = kept_group(self.bits, self.group)
         scales = self.scales.repeat_interleave(self.group // kept, dim=1)
         return _in_half(f"int{self.bits}-g{kept}", self.codes, scales)
+
+
+def kept_group(bits: int, group: int) -> int:
+    """The largest of moepack's groups that divides one of torchao's. Raises UnsupportedError."""
+    groups = sorted(s.group for s in SCHEMES.values() if s.name.startswith(f"int{bits}-"))
+    fitting = [g for g in groups if group % g == 0]
+    if not fitting:
+        raise UnsupportedError(
+            f"groups of {group}; supported: {', '.join(map(str, groups))} and their multiples"
+        )
+    return fitting[-1]
 
 
 def universal_bytes(bits: int, rows: int, cols: int, group: int) -> int:
@@ -213,16 +224,6 @@ def _read_header(data: Tensor) -> int:
             f"supported: type {_UNIVERSAL}, 4 or 8 bits, {_NR}, {_KR}, {_SR}"
         )
     return int(bits)
-
-
-def _scheme_group(bits: int, group: int) -> int:
-    groups = sorted(s.group for s in SCHEMES.values() if s.name.startswith(f"int{bits}-"))
-    fitting = [g for g in groups if group % g == 0]
-    if not fitting:
-        raise UnsupportedError(
-            f"groups of {group}; supported: {', '.join(map(str, groups))} and their multiples"
-        )
-    return fitting[-1]
 
 
 def _flat_bytes(blob: Tensor) -> Tensor:

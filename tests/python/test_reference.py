@@ -22,6 +22,7 @@ from moepack.reference import exact, float_mode
 from moepack.reference.arithmetic import exp, fma, quantize_activations
 from moepack.reference.blobs import decode
 from moepack.schemes import SCHEMES
+from moepack.universal_blob import encode
 
 finite_fp32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -168,13 +169,20 @@ def test_refuses_foreign_bytes_and_unknown_attributes() -> None:
 
 
 def packed_experts(
-    scheme: str, experts: int, width: int, inner: int, seed: int = 0, gated: bool = True
+    scheme: str,
+    experts: int,
+    width: int,
+    inner: int,
+    seed: int = 0,
+    gated: bool = True,
+    layout: str = "moepack",
 ) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def stack(rows: int, cols: int, order: packing.RowOrder) -> Tensor:
         weights = [torch.randn(rows, cols, generator=generator) for _ in range(experts)]
-        return packing.pack_experts((quantizer.quantize(w, scheme) for w in weights), order)
+        matrices = (quantizer.quantize(w, scheme) for w in weights)
+        return packing.pack_experts(matrices, order, experts, layout)
 
     w13 = stack(2 * inner, width, "gate_up") if gated else stack(inner, width, "plain")
     return w13, stack(width, inner, "plain")
@@ -206,6 +214,42 @@ def test_experts_equal_the_kernel(scheme: str, tokens: int) -> None:
         for biases in ((None, None), (bias13, bias2)):
             call = (value, ids, weights, w13, w2, *biases, inner, scheme, *EXPERT_ATTRIBUTES)
             assert bit_equal(reference.quantized_experts(*call), ops.quantized_experts(*call))
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name.startswith("int")])
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_torchaos_layout_equals_the_kernel(scheme: str, activation: str) -> None:
+    experts, width, inner = 3, 384, 128
+    attributes = ExpertAttributes(inner, scheme, "torchao", activation)
+    w13, w2 = packed_experts(
+        scheme, experts, width, inner, gated=attributes.is_gated, layout="torchao"
+    )
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(9, width, generator=generator)
+    x[3, 5] = math.nan
+    ids = torch.randint(0, experts, (9, 2), generator=generator)
+    weights = torch.randn(9, 2, generator=generator)
+    for value in (x, x.bfloat16()):
+        call = (value, ids, weights, w13, w2, None, None, *astuple(attributes))
+        assert bit_equal(reference.quantized_experts(*call), ops.quantized_experts(*call))
+
+
+def test_scales_of_torchaos_layout_are_used_unrounded() -> None:
+    """fp32 scales of 24 bits, the lowest code included: kernel and reference keep them all."""
+    width, inner = 128, 64
+    generator = torch.Generator().manual_seed(6)
+
+    def blob(rows: int, cols: int) -> Tensor:
+        codes = torch.randint(-128, 128, (rows, cols), generator=generator, dtype=torch.int8)
+        codes[:, 0] = -128
+        return encode(codes, torch.rand(rows, cols // 32, generator=generator) / 100, 8, 32)
+
+    w13, w2 = blob(2 * inner, width)[None], blob(width, inner)[None]
+    x = torch.randn(5, width, generator=generator)
+    ids, weights = torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1)
+    attributes = astuple(ExpertAttributes(inner, "int8-g32", "torchao"))
+    call = (x, ids, weights, w13, w2, None, None, *attributes)
+    assert bit_equal(reference.quantized_experts(*call), ops.quantized_experts(*call))
 
 
 # Per activation: alpha, limit, gate_softcap, up_softcap, limit_after_act.

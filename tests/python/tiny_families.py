@@ -21,6 +21,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 64,
+    "sliding_window": 8,
     "num_experts": EXPERTS,
     "num_local_experts": EXPERTS,
     "n_routed_experts": EXPERTS,
@@ -46,7 +47,7 @@ _LATENT_ATTENTION = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
     "head_dim": None,
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # with few, keys often tie at a score of 0
     "index_head_dim": 16,
     "index_topk": 8,
 }
@@ -87,7 +88,7 @@ _INKLING = {
     "swa_head_dim": 16,
     "rel_extent": 16,
     "d_rel": 4,
-    "sliding_window_size": 16,
+    "sliding_window_size": 8,
     "unpadded_vocab_size": VOCAB,
     "model_max_length": 64,
 }
@@ -107,7 +108,6 @@ _GEMMA = {
     "global_head_dim": 16,
     "num_global_key_value_heads": 2,
     "top_k_experts": TOP_K,
-    "sliding_window": 16,
 }
 
 # Families whose router the operator computes.
@@ -282,7 +282,6 @@ FUSED: dict[str, dict[str, Any]] = {
         "swiglu_limits_shared": [0, 16.0],
         "num_nextn_predict_layers": 0,
         "share_expert_dim": 48,
-        "sliding_window": 16,
     },
     "dbrx": {
         "d_model": WIDTH,
@@ -351,7 +350,6 @@ OUTSIDE: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
         "qk_rope_head_dim": None,
         "partial_rotary_factor": 0.5,
-        "sliding_window": 16,
     },
     "llama4_text": {
         "intermediate_size": INNER,
@@ -360,7 +358,7 @@ OUTSIDE: dict[str, dict[str, Any]] = {
         "layer_types": None,
         "interleave_moe_layer_step": 1,
         "moe_layers": None,
-        "attention_chunk_size": 16,
+        "attention_chunk_size": 8,
         "no_rope_layers": None,
     },
     "longcat_flash": {

@@ -19,7 +19,7 @@ from moepack.exporter import lowering, tokens
 from moepack.exporter.card import card
 from moepack.exporter.decoder import cached_decoder
 from moepack.exporter.experts import pack_experts, packed_scheme, router_paths
-from moepack.exporter.kv_cache import attention_window
+from moepack.exporter.kv_cache import tokens_per_call
 from moepack.exporter.linears import (
     EMBEDDING_FORMATS,
     LINEAR_FORMATS,
@@ -28,9 +28,10 @@ from moepack.exporter.linears import (
     quantize_linears,
 )
 from moepack.exporter.source import Source, open_source
-from moepack.manifest import PROGRAM, Manifest
+from moepack.manifest import PROGRAM, WEIGHTS, Manifest
 from moepack.program_file import open_program
 from moepack.staging import staged
+from moepack.weights_file import weights_of
 
 __all__ = ["ExportOptions", "ExportResult", "Manifest", "export"]
 
@@ -50,6 +51,7 @@ class ExportOptions:
     embedding: str = "int8"
     logits: str = "last"
     max_seq_len: int | None = None
+    weights_file: bool = False
 
     def __post_init__(self) -> None:
         _one_of("linear", self.linear, LINEAR_FORMATS)
@@ -77,6 +79,7 @@ def export(
     embedding: str = "int8",
     logits: str = "last",
     max_seq_len: int | None = None,
+    weights_file: bool = False,
     tokenizer_dir: str | Path | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -88,13 +91,15 @@ def export(
     which is quantized in place: its experts by `moepack.quantize_` (which gets
     `quantize_options`) unless they are packed already, then its linear layers and embedding.
     The program's method `forward(input_ids [1, T] int64, cache_position [T] int64)` returns
-    logits [1, T or 1, vocabulary] fp32 for 1 <= T <= max_seq_len (default: the model's context or
-    attention window, at most 2048). `out_dir` appears complete or not at all; an existing one is
-    refused unless `force` is given.
+    logits [1, T or 1, vocabulary] fp32 for 1 <= T <= max_seq_len (default: the model's context,
+    at most 2048), and for T = 1 only where the model has linear attention or convolutions.
+    `out_dir` appears complete or not at all; an existing one is refused unless `force` is given.
+
+    With `weights_file` the weights go to model.ptd beside model.pte, which is then the code alone.
 
     Raises MoePackError (UnsupportedError, NoMoEBlock...) naming the place and what to do.
     """
-    options = ExportOptions(scheme, linear, embedding, logits, max_seq_len)
+    options = ExportOptions(scheme, linear, embedding, logits, max_seq_len, weights_file)
     tell = progress or (lambda step: None)
     target = Path(out_dir)
     given = [p for p in (model_or_dir, tokenizer_dir) if isinstance(p, (str, Path))]
@@ -109,7 +114,7 @@ def export(
         sqnr = pack_experts(source.model, options.scheme, quantize_options)
         layers = _quantize_rest(source.model, options)
         tell("Lowering to ExecuTorch (minutes for a large model)")
-        _write_program(source, options, special, length, stage / PROGRAM)
+        _write_program(source, options, special, length, stage)
         tell("Writing")
         result = _describe(source, options, special, length, sqnr, layers, stage)
     return ExportResult(target, result)
@@ -124,7 +129,7 @@ def _sequence_length(source: Source, options: ExportOptions) -> int:
     config = source.model.config.get_text_config(decoder=True)
     context = int(getattr(config, "max_position_embeddings", _DEFAULT_CONTEXT))
     if options.max_seq_len is None:
-        return min(context, _DEFAULT_CONTEXT, attention_window(config) or context)
+        return min(context, _DEFAULT_CONTEXT)
     if options.max_seq_len > context:
         raise UnsupportedError(
             f"max_seq_len is {options.max_seq_len}; the model's context ends at {context}"
@@ -142,8 +147,9 @@ def _quantize_rest(model: nn.Module, options: ExportOptions) -> list[LayerFormat
 
 
 def _write_program(
-    source: Source, options: ExportOptions, special: tokens.SpecialTokens, length: int, path: Path
+    source: Source, options: ExportOptions, special: tokens.SpecialTokens, length: int, stage: Path
 ) -> None:
+    per_call = tokens_per_call(source.model.config, length)
     constants: dict[str, Any] = {
         "get_max_seq_len": length,
         "get_max_context_len": length,
@@ -151,16 +157,18 @@ def _write_program(
         "get_eos_ids": list(special.eos_ids),
         "use_kv_cache": True,
         "use_sdpa_with_kv_cache": False,
-        "enable_dynamic_shape": True,
+        "enable_dynamic_shape": per_call > 1,
     }
     if special.bos_id is not None:
         constants["get_bos_id"] = special.bos_id
-    # An example of one token would make torch.export take the count for a constant.
-    example = (torch.zeros(1, 2, dtype=torch.long), torch.arange(2))
+    # An example of one token makes torch.export take the count for a constant.
+    example_count = min(per_call, 2)
+    example = (torch.zeros(1, example_count, dtype=torch.long), torch.arange(example_count))
     count = torch.export.Dim("tokens", min=1, max=length)
-    shapes = {"input_ids": {1: count}, "cache_position": {0: count}}
+    shapes = {"input_ids": {1: count}, "cache_position": {0: count}} if per_call > 1 else None
     with cached_decoder(source.model, length, options.logits == "last") as decoder:
-        lowering.write_program(decoder, example, shapes, constants, path)
+        weights = stage / WEIGHTS if options.weights_file else None
+        lowering.write_program(decoder, example, shapes, constants, stage / PROGRAM, weights)
 
 
 def _describe(
@@ -177,6 +185,8 @@ def _describe(
             shutil.copyfile(source.directory / name, stage / name)
     config = source.model.config.get_text_config(decoder=True)
     names = [path.name for path in stage.iterdir()]
+    program = open_program(stage / PROGRAM)
+    weights = weights_of(program)
     result = Manifest(
         versions=manifest.package_versions(_PACKAGES),
         scheme=packed_scheme(source.model),
@@ -192,7 +202,8 @@ def _describe(
         tokens=special.to_json(),
         sqnr_db=dict(sqnr),
         layers={layer.path: layer.format for layer in layers},
-        program_structure_sha256=open_program(stage / PROGRAM).structure_digest(),
+        program_structure_sha256=program.structure_digest(),
+        weights_structure_sha256=weights.structure_digest() if weights else None,
         files=manifest.file_entries(stage, names),
     )
     result.write(stage)
@@ -212,6 +223,6 @@ def _methods(source: Source, options: ExportOptions, length: int) -> dict[str, A
             "outputs": [
                 {"name": "logits", "dtype": "float32", "shape": [1, rows, source.vocab_size]}
             ],
-            "T": {"min": 1, "max": length},
+            "T": {"min": 1, "max": tokens_per_call(source.model.config, length)},
         }
     }

@@ -10,43 +10,45 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moepack.exporter import attention
-from moepack.exporter.kv_cache import slot_cache
+from moepack.exporter.kv_cache import SlotLayer, StateLayer, slot_cache
 
 
 class CachedDecoder(nn.Module):
     """(input_ids [1, T] int64, cache_position [T] int64) -> logits [1, T or 1, vocabulary] fp32.
 
-    Tokens see the cache up to their own position. Keys and values are buffers, so that the
-    exported program carries them as state; nothing is returned but logits.
+    Tokens see the cache up to their own position. What the cache stores are buffers, so that the
+    exported program carries them as state; nothing is returned but logits. A model with linear
+    attention or convolutions takes one token in a pass, T = 1.
     """
 
     def __init__(self, model: PreTrainedModel, max_seq_len: int, last_logits_only: bool) -> None:
         super().__init__()
         self.model = model
-        self.slots = max_seq_len
         self.kept_logits = 1 if last_logits_only else 0
         self.cache = slot_cache(model.config, max_seq_len)
-        # One pass tells the shapes of keys and values, whatever the kind of attention.
+        # One pass tells the shapes of what is stored, whatever the kind of attention.
         with torch.no_grad():
             self._logits(torch.zeros(1, 2, dtype=torch.long), torch.arange(2))
-        for index, layer in enumerate(self.cache.layers):
-            self.register_buffer(f"keys_{index}", torch.zeros_like(layer.keys))
-            self.register_buffer(f"values_{index}", torch.zeros_like(layer.values))
+        for index, layer in self._layers():
+            for name, tensor in layer.stored().items():
+                self.register_buffer(f"{name}_{index}", torch.zeros_like(tensor))
 
     def forward(self, input_ids: Tensor, cache_position: Tensor) -> Tensor:
-        for index, layer in enumerate(self.cache.layers):
-            layer.keys = getattr(self, f"keys_{index}")
-            layer.values = getattr(self, f"values_{index}")
+        for index, layer in self._layers():
+            for name in layer.stored():
+                layer.store(name, getattr(self, f"{name}_{index}"))
         return self._logits(input_ids, cache_position)
 
+    def _layers(self) -> Iterator[tuple[int, SlotLayer | StateLayer]]:
+        for index, layer in enumerate(self.cache.layers):
+            if isinstance(layer, SlotLayer | StateLayer):
+                yield index, layer
+
     def _logits(self, input_ids: Tensor, cache_position: Tensor) -> Tensor:
-        visible = torch.arange(self.slots) <= cache_position.unsqueeze(1)
-        mask = torch.where(visible, 0.0, float("-inf"))
-        for layer in self.cache.layers:
-            layer.position = cache_position
+        for _, layer in self._layers():
+            layer.begin(cache_position)
         output = self.model(
             input_ids=input_ids,
-            attention_mask=mask[None, None],
             position_ids=cache_position[None],
             cache=self.cache,
             use_cache=True,

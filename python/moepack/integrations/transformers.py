@@ -27,8 +27,9 @@ from moepack.online.blocks import OnlineBlock
 from moepack.online.files import read_entries
 from moepack.online.filling import shortened
 from moepack.online.loading import Settings, online_blocks, place_empty, settings_of
-from moepack.online.mapping import NameMapping, Target, Unit
+from moepack.online.mapping import NameMapping, Target
 from moepack.online.stored import StoredTensor
+from moepack.online.unit import Unit
 from moepack.placement import put
 
 
@@ -37,7 +38,8 @@ class MoePackConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """How experts are packed: `modules` maps patterns of block paths to schemes, or to "float".
 
     The first match wins, then `exclude`, then `scheme`; a pattern that matches no block is an
-    UnsupportedError, raised by `from_pretrained`. `router="outside"` keeps all routers in PyTorch.
+    UnsupportedError, raised by `from_pretrained`. `router="outside"` keeps all routers in PyTorch;
+    `layout` as in `moepack.plan`.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class MoePackConfig(QuantizationConfigMixin):  # type: ignore[misc]
         modules: Mapping[str, str] | Sequence[Sequence[str]] = (),
         exclude: str | Sequence[str] = (),
         router: str = "auto",
+        layout: str = "moepack",
         sqnr_floor: float | None = None,
         **kwargs: Any,
     ) -> None:
@@ -56,6 +59,7 @@ class MoePackConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.modules = [[pattern, chosen] for pattern, chosen in pairs]
         self.exclude = [exclude] if isinstance(exclude, str) else list(exclude)
         self.router = router
+        self.layout = layout
         self.sqnr_floor = sqnr_floor
 
     @property

@@ -19,10 +19,11 @@ from moepack import huge_pages, packing
 from moepack.errors import BadWeights
 from moepack.families import BlockSpec, ExpertsSpec, FoundBlock, find_blocks
 from moepack.modules import PackedExperts
-from moepack.online.mapping import Unit
 from moepack.online.methods import OnlineMethod, pack_into
+from moepack.online.unit import Unit
 from moepack.placement import PackedTensors, build, placed, stacked_biases
 from moepack.planner import BlockPlan
+from moepack.threads import one_thread_each
 
 # (block path, "packed_w13" or "packed_w2", [E, bytes]) -> the uint8 tensor where the result lives
 Allocate = Callable[[str, str, tuple[int, int]], Tensor]
@@ -153,7 +154,7 @@ class OnlineBlock:
             assert self._slots is not None
             slot = self._slots.get()
             try:
-                slot.hold({name: unit.part(expert) for name, unit in stacks.items()}, expert)
+                slot.hold(stacks, expert)
                 return self._convert(slot.experts, expert)
             finally:
                 self._slots.put(slot)
@@ -171,19 +172,22 @@ class OnlineBlock:
         """Runs the conversions; experts stay undone if one of them fails."""
         self._results()
         chosen = list(experts)
-        if self._threads == 1 or len(chosen) == 1:
-            found = [convert(expert) for expert in chosen]
-        else:
-            with ThreadPoolExecutor(self._threads) as pool:
-                found = list(pool.map(convert, chosen))
+        with one_thread_each():
+            if self._threads == 1 or len(chosen) == 1:
+                found = [convert(expert) for expert in chosen]
+            else:
+                with ThreadPoolExecutor(self._threads) as pool:
+                    found = list(pool.map(convert, chosen))
         self.worst_db = min(self.worst_db, *found)
         self.done.update(chosen)
 
     def _sizes(self) -> dict[str, tuple[int, int]]:
         experts, scheme = self.spec.experts, self.method.scheme
-        attributes, dim = experts.attributes, experts.model_dim
-        bytes13 = packing.packed_bytes(scheme, attributes.rows13, dim, attributes.row_order13)
-        bytes2 = packing.packed_bytes(scheme, dim, experts.inner_dim, "plain")
+        attributes, dim, layout = experts.attributes, experts.model_dim, self.decision.layout
+        bytes13 = packing.packed_bytes(
+            scheme, attributes.rows13, dim, attributes.row_order13, layout
+        )
+        bytes2 = packing.packed_bytes(scheme, dim, experts.inner_dim, "plain", layout)
         return {
             "packed_w13": (experts.num_experts, bytes13),
             "packed_w2": (experts.num_experts, bytes2),
@@ -211,6 +215,7 @@ class OnlineBlock:
                 row_order,  # type: ignore[arg-type]
                 f"{self.where} expert {expert} {name}",
                 self._floor_db,
+                self.decision.layout,
             )
             for name, destination, weight, row_order in pairs
         )
@@ -227,20 +232,17 @@ class _Slot:
         self._room: dict[str, Tensor] = {}
         self.experts: ExpertsSpec
 
-    def hold(self, parts: Mapping[str, Tensor], expert: int) -> None:
-        if any(
-            name not in self._room or self._room[name].dtype != part.dtype
-            for name, part in parts.items()
-        ):
+    def hold(self, units: Mapping[str, Unit], expert: int) -> None:
+        dtypes = {name: unit.part_dtype(expert) for name, unit in units.items()}
+        if dtypes != {name: room.dtype for name, room in self._room.items()}:
             self._room = {
-                n: torch.empty_like(p, memory_format=torch.contiguous_format)
-                for n, p in parts.items()
+                n: torch.empty(1, *unit.shape[1:], dtype=dtypes[n]) for n, unit in units.items()
             }
             expanded = {n: r.expand(self._stacks[n].shape) for n, r in self._room.items()}
             view = with_tensors(self._block, expanded)
             self.experts = _spec_of(view).packed_experts(self._is_fused)
-        for name, part in parts.items():
-            self._room[name].copy_(part)
+        for name, unit in units.items():
+            unit.fill(expert, self._room[name])
 
 
 def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -188,7 +188,10 @@ class _Work:
                 f.name: [f.stat().st_size, f.stat().st_mtime_ns]
                 for f in sorted(self.source.glob("*.safetensors"))
             },
-            "blocks": {b.path: [b.decision.scheme, b.decision.router] for b in self.blocks},
+            "blocks": {
+                b.path: [b.decision.scheme, b.decision.router, b.decision.layout]
+                for b in self.blocks
+            },
         }
         file = self.stage / _STATE
         if file.is_file() and json.loads(file.read_text(encoding="utf-8")) == state:
@@ -249,7 +252,8 @@ class _Work:
         for name, buffer in _own_buffers(new).items():
             if name not in ("packed_w13", "packed_w2"):
                 file.tensors[f"{prefix}{name}"].copy_(buffer.nan_to_num(0.0))
-        packing.verify(new.packed_w13[0])
+        if block.decision.layout == "moepack":
+            packing.verify(new.packed_w13[0])
         file.finish()
 
     def _copy_the_rest(self, progress: Progress | None) -> int:
@@ -283,6 +287,7 @@ class _Work:
             "modules": [[b.path, b.decision.scheme] for b in self.blocks],
             "exclude": list(self.settings.exclude),
             "router": self.settings.router,
+            "layout": self.settings.layout,
         }
         for pattern, scheme in (self.settings.recipe or {}).items():
             config["quantization_config"]["modules"].append([pattern, scheme])

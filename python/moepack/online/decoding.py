@@ -22,8 +22,12 @@ _E4M3_SHIFT, _E4M3_MASK, _E4M3_BIAS = 7, -0x4001, 2.0**8
 _E2M1_BIAS = 2.0**14
 
 
-def decode_scaled(values: Tensor, scales: Tensor, name: str = "weight") -> Tensor:
+def decode_scaled(
+    values: Tensor, scales: Tensor, name: str = "weight", out: Tensor | None = None
+) -> Tensor:
     """values [..., N, K] in FP8 (or two FP4 codes a byte, [..., N, K / 2]) -> fp32 [..., N, K].
+
+    `out`: contiguous, where the result goes.
 
     value * scale, one scale per tensor, per row, or per block: a scale grid of [n, k] means blocks
     of ceil-divided size, the last ones cut off. Blocks of 128 (FP8) or of 32 along K (FP4) are
@@ -42,7 +46,7 @@ def decode_scaled(values: Tensor, scales: Tensor, name: str = "weight") -> Tenso
         factors = factors.expand(*values.shape[:-2], -1, -1).reshape(-1, *factors.shape[-2:])
     height = _block(factors.shape[1], rows, name)
     factors = _spread(factors, cols, name)
-    made = torch.empty(len(codes), rows, cols)
+    made = torch.empty(len(codes), rows, cols) if out is None else out.view(len(codes), rows, cols)
     for index, matrix in enumerate(made):
         grid = factors[index if len(factors) > 1 else 0]
         for first, last in _windows(rows, cols, height):

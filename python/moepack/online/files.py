@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,32 +71,61 @@ def read_entries(file: Path) -> tuple[dict[str, Any], int]:
     return entries, 8 + length
 
 
-def copy_tensors(source: Path, names: Iterable[str], target: Path) -> int:
-    """Copies some tensors of a file byte for byte into a new one; returns their bytes."""
+class Replacement(NamedTuple):
+    """uint8 bytes in the place of a stored tensor; `pieces()` gives them from first to last."""
+
+    shape: list[int]
+    pieces: Callable[[], Iterator[bytes]]
+
+
+def copy_tensors(
+    source: Path,
+    names: Iterable[str],
+    target: Path,
+    replaced: Mapping[str, Replacement] | None = None,
+) -> int:
+    """Copies some tensors of a file byte for byte into a new one; returns their bytes.
+
+    Those that are `replaced` keep their names and nothing else.
+    """
     entries, start = read_entries(source)
+    replaced = replaced or {}
     kept: dict[str, Any] = {}
-    pieces: list[tuple[int, int]] = []
     total = 0
     for name in sorted(names, key=lambda n: entries[n]["data_offsets"][0]):
-        first, last = entries[name]["data_offsets"]
-        kept[name] = entries[name] | {"data_offsets": [total, total + last - first]}
-        pieces.append((start + first, last - first))
-        total += last - first
+        entry = entries[name]
+        first, last = entry["data_offsets"]
+        size = last - first
+        if name in replaced:
+            entry = {"dtype": "U8", "shape": replaced[name].shape}
+            size = torch.Size(replaced[name].shape).numel()
+        kept[name] = entry | {"data_offsets": [total, total + size]}
+        total += size
     draft = target.with_suffix(".unfinished")
     with source.open("rb") as reader, draft.open("wb") as writer:
         writer.write(_header(kept))
-        for position, size in pieces:
-            reader.seek(position)
-            while size:
-                chunk = reader.read(min(size, _CHUNK))
-                if not chunk:
-                    raise MoePackError(f"{source}: ends before its tensors do")
-                writer.write(chunk)
-                size -= len(chunk)
+        for name in kept:
+            stored = _stored_pieces(reader, source, start, entries[name]["data_offsets"])
+            for piece in replaced[name].pieces() if name in replaced else stored:
+                writer.write(piece)
         writer.flush()
         os.fsync(writer.fileno())
     draft.rename(target)
     return total
+
+
+def _stored_pieces(
+    reader: BinaryIO, source: Path, start: int, offsets: list[int]
+) -> Iterator[bytes]:
+    first, last = offsets
+    reader.seek(start + first)
+    size = last - first
+    while size:
+        chunk = reader.read(min(size, _CHUNK))
+        if not chunk:
+            raise MoePackError(f"{source}: ends before its tensors do")
+        yield chunk
+        size -= len(chunk)
 
 
 def _header(entries: Mapping[str, Any]) -> bytes:

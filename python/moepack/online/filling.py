@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from moepack.errors import BadWeights, MoePackError
 from moepack.modules import PackedExperts
 from moepack.online.blocks import OnlineBlock
-from moepack.online.mapping import NameMapping, Target, Unit
+from moepack.online.mapping import NameMapping, Target
 from moepack.online.stored import Decoder, StoredTensor
+from moepack.online.unit import Unit
 
 _LAYER = re.compile(r"^(?:.*?\.)?(?:layers|blocks|h|layer)\.\d+(?=\.|$)")
 

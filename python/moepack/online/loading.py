@@ -38,6 +38,7 @@ class Settings:
     exclude: Sequence[str] = ()
     recipe: Mapping[str, str] | None = None
     router: Literal["auto", "outside"] = "auto"
+    layout: str = "moepack"
     sqnr_floor: float | None = None
     threads: int | None = None
     methods: Mapping[str, OnlineMethod] = field(default_factory=dict)
@@ -57,6 +58,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
         exclude=tuple(config.get("exclude") or ()),
         recipe=dict(config.get("modules") or {}),
         router=config.get("router", "auto"),
+        layout=config.get("layout", "moepack"),
         sqnr_floor=config.get("sqnr_floor"),
     )
 
@@ -221,6 +223,7 @@ def online_blocks(
         exclude=settings.exclude,
         recipe=settings.recipe,
         router=settings.router,
+        layout=settings.layout,
     )
     _refuse(model, decided)
     return [

@@ -75,6 +75,7 @@ def pack_into(
     row_order: packing.RowOrder,
     where: str,
     floor_db: float | None = None,
+    layout: str = "moepack",
 ) -> float:
     """Quantizes and packs one matrix into `destination`, uint8 [bytes]; returns its SQNR in dB.
 
@@ -89,7 +90,7 @@ def pack_into(
             f"{where}: {method.scheme.name} leaves {found:.1f} dB SQNR; the floor is {floor:g} dB. "
             "Use a finer scheme for this block, or lower the floor: sqnr_floor=..."
         )
-    destination.copy_(packing.pack(matrix, row_order))
+    destination.copy_(packing.pack(matrix, row_order, layout))
     return found
 
 

@@ -32,6 +32,7 @@ class StoredTensor:
     """`read()` gives the whole tensor; `part(i)` its entries `[i : i + 1]` along dimension 0.
 
     `is_encoded`: the values come from a quantized format, in fp32, and are not to be rounded.
+    `decode_into`: writes the whole tensor, if it is encoded and its rows lie as they are stored.
     """
 
     name: str
@@ -40,6 +41,7 @@ class StoredTensor:
     read: Callable[[], Tensor]
     part: Callable[[int], Tensor]
     is_encoded: bool = False
+    decode_into: Callable[[Tensor], object] | None = None
 
     @staticmethod
     def of(name: str, tensor: Tensor) -> StoredTensor:
@@ -69,6 +71,9 @@ class Encoding(NamedTuple):
             one = scales.part(i) if scales.shape[:1] == shape[:1] else scales.read()
             return decode(self.values.part(i), one, self.name)
 
+        def decode_into(out: Tensor) -> Tensor:
+            return decode_scaled(self.values.read(), self.scales.read(), self.name, out)
+
         return StoredTensor(
             self.name,
             torch.float32,
@@ -76,6 +81,7 @@ class Encoding(NamedTuple):
             read=lambda: decode(self.values.read(), self.scales.read(), self.name),
             part=part,
             is_encoded=True,
+            decode_into=decode_into if decode is decode_scaled else None,
         )
 
 

@@ -1,4 +1,5 @@
-"""A decoder of packed blobs written from docs/reference/packed-format.md alone."""
+"""Decoders of both layouts of packed blobs, moepack's written from docs/reference/packed-format.md
+alone; written for reading, not shared with `packing`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Matrix:
     """W[n, k] = codes[n, k] * scales[n, k / group] * 2^exponent."""
 
     codes: Tensor  # [N, G * group] int8
-    scales: Tensor  # [N, G] fp32, the values of the fp16 scales
+    scales: Tensor  # [N, G] fp32; moepack's layout: the values of the fp16 scales
     group: int
     exponent: int
     columns: int  # K, before padding
@@ -60,6 +61,26 @@ def decode(blob: Tensor) -> Matrix:
         exponent,
         cols,
     )
+
+
+def decode_universal(blob: Tensor, rows: int, columns: int, bits: int, group: int) -> Matrix:
+    """blob [bytes] uint8, torchao's "universal" one of a matrix [rows, columns] -> the matrix."""
+    fields = struct.unpack("<16i", bytes(blob[:HEADER_BYTES].cpu().numpy().tobytes()))
+    if fields != (6712, 1, bits, 0, 0, 8, 16, 2, *[0] * 8):
+        raise PackedFormatError(f"not a universal blob of {bits}-bit codes: header {fields}")
+    code_bytes = 8 * group * bits // 8
+    per_group = blob[HEADER_BYTES:].reshape(-1, columns // group, code_bytes + 8 * 4 + 8 * 4)
+    stored = per_group[..., :code_bytes]
+    if bits == 4:  # in runs of 16 bytes: 16 values in the low nibbles, then 16 in the high ones
+        runs = stored.reshape(*stored.shape[:2], -1, 16)
+        values = torch.stack((runs & 15, runs >> 4), dim=3).to(torch.int8) - 8
+    else:
+        values = stored.contiguous().view(torch.int8)
+    halves = values.reshape(-1, columns // group, group // 8, 8, 8)  # [panel, group, 8 k, row, k]
+    codes = halves.permute(0, 3, 1, 2, 4).reshape(-1, columns)
+    scales = per_group[..., code_bytes : code_bytes + 8 * 4].contiguous().view(torch.float32)
+    scales = scales.transpose(1, 2).reshape(-1, columns // group)
+    return Matrix(codes[:rows], scales[:rows], group, 0, columns)
 
 
 def _cells(cells: Tensor, cell: int, group: int) -> Tensor:

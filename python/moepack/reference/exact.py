@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moepack.attributes import UNGATED
 from moepack.errors import UnsupportedError
 from moepack.reference.activation import Activation
 from moepack.reference.arithmetic import (
@@ -17,7 +18,8 @@ from moepack.reference.arithmetic import (
     sequential_sum,
     sigmoid,
 )
-from moepack.reference.blobs import Matrix, decode
+from moepack.reference.blobs import Matrix, decode, decode_universal
+from moepack.schemes import SCHEMES
 
 _ROUTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -88,27 +90,37 @@ def quantized_experts(
     weight_on_input: bool,
 ) -> Tensor:
     """The operator `moepack::quantized_experts`: x [T, D] -> [T, D] in the dtype of x."""
-    if layout != "moepack":
-        raise UnsupportedError(f"layout {layout!r}; the reference computes 'moepack'")
     act = Activation(activation, act_alpha, act_limit, gate_softcap, up_softcap, limit_after_act)
     tokens, slots = topk_ids.shape
     outputs = torch.zeros(tokens, slots, x.shape[1])
+    rows13 = (1 if activation in UNGATED else 2) * hidden_dim
     codes, scales = quantize_activations(x.float())
     for expert in sorted(set(topk_ids.flatten().tolist())):
         token, slot = (topk_ids == expert).nonzero(as_tuple=True)
-        gate_up = gemm(codes[token], scales[token], decode(packed_w13[expert]))
+        w13 = _matrix(packed_w13[expert], layout, scheme, rows13, x.shape[1])
+        w2 = _matrix(packed_w2[expert], layout, scheme, x.shape[1], hidden_dim)
+        gate_up = gemm(codes[token], scales[token], w13)
         if bias13 is not None:
             gate_up = gate_up + bias13[expert]
         if weight_on_input:
             gate_up = topk_weights[token, slot, None] * gate_up
         hidden = act(gate_up[:, :hidden_dim], gate_up[:, hidden_dim:])
-        output = gemm(*quantize_activations(hidden), decode(packed_w2[expert]))
+        output = gemm(*quantize_activations(hidden), w2)
         outputs[token, slot] = output if bias2 is None else output + bias2[expert]
     y = torch.zeros(tokens, x.shape[1])
     for k in range(slots):
         weight = fp32(1.0) if weight_on_input else topk_weights[:, k, None]
         y = fma(weight, outputs[:, k], y)
     return y.to(x.dtype)
+
+
+def _matrix(blob: Tensor, layout: str, scheme_name: str, rows: int, columns: int) -> Matrix:
+    if layout == "moepack":
+        return decode(blob)
+    if layout != "torchao":
+        raise UnsupportedError(f"layout {layout!r}; supported: moepack, torchao")
+    form = SCHEMES[scheme_name]
+    return decode_universal(blob, rows, columns, form.bits, form.group)
 
 
 def gemm(codes: Tensor, scales: Tensor, matrix: Matrix) -> Tensor:
