@@ -116,15 +116,14 @@ MOEPACK_INLINE void quantize_group(const Scheme& scheme, const float* w, std::ui
   scale = 0;
   if (m == 0.0f) return static_cast<void>(std::fill_n(codes, scheme.group, std::int8_t{0}));
   const int exponent = std::clamp(std::ilogb(m) - 2, 1 - kE8m0Bias, kE8m0Bias - 1);
-  float errors[2];
-  for (int i = 0; i < 2; ++i) {
-    const float power = std::ldexp(1.0f, exponent + i), inverse = std::ldexp(1.0f, -exponent - i);
-    errors[i] = squared_error(w, scheme.group, [=](float v) { return e2m1_rounded(v * inverse) * power; });
-  }
-  const int chosen = errors[1] < errors[0] ? exponent + 1 : exponent;
-  scale = static_cast<std::uint8_t>(chosen + kE8m0Bias);
-  const float inverse = std::ldexp(1.0f, -chosen);
-  for (int i = 0; i < scheme.group; ++i) codes[i] = e2m1_from_float(w[i] * inverse);
+  float v[kMaxGroup];  // in units of the smaller scale: squares of huge and of tiny weights leave fp32
+  const float inverse = std::ldexp(1.0f, -exponent);
+  for (int i = 0; i < scheme.group; ++i) v[i] = w[i] * inverse;
+  const float small = squared_error(v, scheme.group, [](float x) { return e2m1_rounded(x); });
+  const float large = squared_error(v, scheme.group, [](float x) { return e2m1_rounded(x * 0.5f) * 2.0f; });
+  const bool doubled = large < small;
+  scale = static_cast<std::uint8_t>(exponent + doubled + kE8m0Bias);
+  for (int i = 0; i < scheme.group; ++i) codes[i] = e2m1_from_float(v[i] * (doubled ? 0.5f : 1.0f));
 }
 
 // fp32: the largest weight becomes the largest code.
