@@ -12,7 +12,7 @@ SOURCES := $(shell find cpp -type f) CMakeLists.txt pyproject.toml python/moepac
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard cpp tests/cpp | grep -E '\.(cpp|h)$$')
 
 .DEFAULT_GOAL := install
-.PHONY: install demo test test-all test-arm test-cpp test-python test-python-all lint format gtest clean
+.PHONY: install demo test test-all test-arm test-instructions update-instructions test-cpp test-python test-python-all lint format gtest clean
 
 install: $(VENV)/.installed
 
@@ -40,6 +40,17 @@ test-arm: $(VENV)/.build-tools
 	$(BIN)/cmake --build build/arm --parallel $(JOBS) -- --quiet
 	for cpu in max cortex-a76 cortex-a57; do qemu-aarch64-static -cpu $$cpu build/arm/cpp/selftest/moepack_selftest || exit; done
 
+# Instructions per multiply-accumulate, of the native kernels and those for Arm, against the committed figures.
+SELFTEST = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) --log-level=WARNING \
+  -DMOEPACK_BUILD_SELFTEST=ON -B
+test-instructions update-instructions: $(VENV)/.build-tools
+	$(SELFTEST) build/selftest
+	$(SELFTEST) build/selftest-arm -DCMAKE_TOOLCHAIN_FILE=$(abspath cpp/cmake/aarch64-linux-gnu.cmake)
+	for build in build/selftest build/selftest-arm; do \
+	  $(BIN)/cmake --build $$build --parallel $(JOBS) -- --quiet || exit; done
+	$(BIN)/python tests/bench/instructions.py $(if $(filter update%,$@),--update) \
+	  build/selftest/cpp/selftest/moepack_selftest build/selftest-arm/cpp/selftest/moepack_selftest
+
 # The bindings that need torch or Python are compiled in build/python, everything else in build/cpp.
 TIDY = xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy --quiet --extra-arg=-Wno-unknown-warning-option -p
 # Of the files named on stdin, those that a build compiles: kernels for another processor need its headers.
@@ -52,9 +63,9 @@ lint: $(VENV)/.tools build/cpp/build.ninja
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
-	@printf '%s\n' $(filter cpp/%.cpp,$(filter-out cpp/ops/torch_ops.cpp cpp/python/%,$(CXX_FILES))) | \
+	@printf '%s\n' $(filter cpp/%.cpp,$(filter-out cpp/ops/torch_% cpp/python/%,$(CXX_FILES))) | \
 	  $(COMPILED) build/cpp/compile_commands.json | $(TIDY) build/cpp
-	@printf '%s\n' cpp/ops/torch_ops.cpp cpp/python/core_module.cpp | $(TIDY) build/python
+	@printf '%s\n' $(filter cpp/ops/torch_%.cpp cpp/python/%.cpp,$(CXX_FILES)) | $(TIDY) build/python
 
 format: $(VENV)/.tools
 	$(BIN)/ruff check --fix --quiet

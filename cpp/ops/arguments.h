@@ -151,27 +151,32 @@ inline Text shape_text(const TensorArgument& argument) {
   return text;
 }
 
+inline Status mismatch(const TensorArgument& argument, std::initializer_list<Element> elements,
+                       std::initializer_list<Dimension> dimensions) {
+  Text names, shape;
+  for (const Element element : elements)
+    names.add(names.c_str()[0] ? " or %s" : "%s", element_name(static_cast<int>(element)));
+  for (const Dimension& dimension : dimensions) {
+    shape.add(shape.c_str()[0] ? ", %s" : "%s", dimension.letter);
+    if (dimension.size != kAny) shape.add("=%lld", static_cast<long long>(dimension.size));
+  }
+  return Status::error("%s: got %s %s, expected %s [%s]", argument.name, element_name(argument.element),
+                       shape_text(argument).c_str(), names.c_str(), shape.c_str());
+}
+
 inline Status expect(const TensorArgument& argument, std::initializer_list<Element> elements,
                      std::initializer_list<Dimension> dimensions) {
   if (!argument.given) return {};
   bool fits = argument.rank == static_cast<int>(dimensions.size());
-  Text shape;
-  int i = 0;
+  const std::int64_t* size = argument.sizes;
   for (const Dimension& dimension : dimensions) {
-    if (fits && dimension.size != kAny && argument.sizes[i] != kAny) fits = dimension.size == argument.sizes[i];
-    shape.add(i ? ", %s" : "%s", dimension.letter);
-    if (dimension.size != kAny) shape.add("=%lld", static_cast<long long>(dimension.size));
-    ++i;
+    if (!fits) break;
+    fits = dimension.size == kAny || *size == kAny || dimension.size == *size;
+    ++size;
   }
   bool listed = false;
-  Text names;
-  for (const Element element : elements) {
-    listed = listed || argument.element == static_cast<int>(element);
-    names.add(names.c_str()[0] ? " or %s" : "%s", element_name(static_cast<int>(element)));
-  }
-  if (fits && listed) return {};
-  return Status::error("%s: got %s %s, expected %s [%s]", argument.name, element_name(argument.element),
-                       shape_text(argument).c_str(), names.c_str(), shape.c_str());
+  for (const Element element : elements) listed = listed || argument.element == static_cast<int>(element);
+  return fits && listed ? Status() : mismatch(argument, elements, dimensions);
 }
 
 inline std::int64_t element_count(const TensorArgument& argument) {

@@ -3,7 +3,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <deque>
+#include <array>
+#include <cstddef>
+#include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -17,22 +20,37 @@ using moepack::ops::Call;
 using moepack::ops::TensorArgument;
 using torch::stable::Tensor;
 
+struct DeleteText {
+  void operator()(StringHandle text) const { torch_delete_string(text); }
+};
+using OwnedText = std::unique_ptr<StringOpaque, DeleteText>;
+
 // Reads a boxed call and owns what it has read.
 class TorchStack {
  public:
-  explicit TorchStack(const StableIValue* stack) : next_(stack) {}
+  explicit TorchStack(const StableIValue* stack) : next_(stack) { tensors_.reserve(kMaxTensors); }
 
   Tensor value() { return torch::stable::detail::to<Tensor>(*next_++); }
 
   TensorArgument tensor(const char* name) { return keep(name, value()); }
   TensorArgument optional_tensor(const char* name) {
     auto found = torch::stable::detail::to<std::optional<Tensor>>(*next_++);
-    return found ? keep(name, *found) : TensorArgument{name};
+    return found ? keep(name, std::move(*found)) : TensorArgument{name};
   }
   std::int64_t integer() { return torch::stable::detail::to<std::int64_t>(*next_++); }
   double number() { return torch::stable::detail::to<double>(*next_++); }
   bool flag() { return torch::stable::detail::to<bool>(*next_++); }
-  std::string_view text() { return texts_.emplace_back(torch::stable::detail::to<std::string>(*next_++)); }
+
+  // to<std::string> of torch 2.13 leaks a string per call.
+  std::string_view text() {
+    OwnedText& text = texts_.at(text_count_++);
+    text.reset(torch::stable::detail::to<StringHandle>(*next_++));
+    const char* data = nullptr;
+    std::size_t length = 0;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(text.get(), &data));
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(text.get(), &length));
+    return {data, length};
+  }
 
   // Contiguous data for every argument of a call that has passed the checks.
   void fill_data(Call& call) {
@@ -60,9 +78,12 @@ class TorchStack {
     return describe(name, tensors_.emplace_back(std::move(tensor)));
   }
 
+  static constexpr std::size_t kMaxTensors = 9, kMaxTexts = 6;  // of the schemas below
+
   const StableIValue* next_;
   std::vector<Tensor> tensors_;
-  std::deque<std::string> texts_;
+  std::array<OwnedText, kMaxTexts> texts_;
+  std::size_t text_count_ = 0;
 };
 
 void require(const Call& call, const moepack::Status& status) {
@@ -75,17 +96,28 @@ void run_on_torch(void*, int count, void (*body)(void* argument, int i), void* a
   });
 }
 
-void compute(const Call& call, void* out, const Tensor& like) {
+constexpr std::align_val_t kAlignment{64};
+struct DeleteAligned {
+  void operator()(std::byte* memory) const { ::operator delete(memory, kAlignment); }
+};
+
+void compute(const Call& call, void* out) {
   const moepack::ParallelFor pool{static_cast<int>(torch::stable::get_num_threads()), run_on_torch, nullptr};
-  constexpr std::uintptr_t kAlignment = 64;
-  const auto bytes = static_cast<std::int64_t>(moepack::ops::workspace_bytes(call, pool.threads) + kAlignment);
-  const Tensor workspace = torch::stable::new_empty(like, {bytes}, torch::headeronly::ScalarType::Byte);
-  const auto start = reinterpret_cast<std::uintptr_t>(workspace.mutable_data_ptr());
-  const auto aligned = (start + kAlignment - 1) / kAlignment * kAlignment;
-  require(call, moepack::ops::run(call, out, reinterpret_cast<void*>(aligned), pool));
+  const std::size_t bytes = moepack::ops::workspace_bytes(call, pool.threads);
+  const std::unique_ptr<std::byte, DeleteAligned> workspace(static_cast<std::byte*>(::operator new(bytes, kAlignment)));
+  require(call, moepack::ops::run(call, out, workspace.get(), pool));
 }
 
-Tensor fresh_output(const Tensor& x) { return torch::stable::new_empty(x, x.sizes()); }
+// Not through the dispatcher, which costs as much as a small call's whole computation.
+Tensor fresh_output(const Tensor& x) {
+  const std::int64_t strides[] = {x.size(1), 1};
+  std::int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+  AtenTensorHandle out = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(2, x.sizes().data(), strides, dtype, aoti_torch_device_type_cpu(), 0, &out));
+  return Tensor(out);
+}
 
 Call checked_call(TorchStack& in, bool routed) {
   Call call = moepack::ops::read_call(in, routed);
@@ -99,7 +131,7 @@ void functional(StableIValue* stack, std::uint64_t, std::uint64_t) {
   TorchStack in(stack);
   const Call call = checked_call(in, routed);
   const Tensor out = fresh_output(in.x());
-  compute(call, out.mutable_data_ptr(), in.x());
+  compute(call, out.mutable_data_ptr());
   stack[0] = torch::stable::detail::from(out);
 }
 
@@ -126,10 +158,10 @@ void with_out(StableIValue* stack, std::uint64_t, std::uint64_t) {
   require(call, moepack::ops::check_out(call, TorchStack::describe("out", out)));
   in.fill_data(call);
   if (out.is_contiguous() && !overlaps(call, out)) {
-    compute(call, out.mutable_data_ptr(), in.x());
+    compute(call, out.mutable_data_ptr());
   } else {
     const Tensor whole = fresh_output(in.x());
-    compute(call, whole.mutable_data_ptr(), in.x());
+    compute(call, whole.mutable_data_ptr());
     torch::stable::copy_(out, whole);
   }
   stack[0] = torch::stable::detail::from(out);

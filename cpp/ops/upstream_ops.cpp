@@ -64,7 +64,7 @@ Call read_upstream_call(RuntimeStack& in, Status& refused) {
   call.x = in.tensor("x");
   call.gate_weight = in.tensor("gate_weight");
   call.expert_bias = in.tensor("expert_bias");
-  if (call.expert_bias.rank == 1 && call.expert_bias.sizes[0] == 0) call.expert_bias.given = false;
+  if (call.expert_bias.rank == 1 && call.expert_bias.sizes[0] == 0) call.expert_bias = {"expert_bias"};  // not given
   call.packed_w13 = in.tensor("packed_w13");
   call.packed_w2 = in.tensor("packed_w2");
   call.num_activated_experts = in.integer();

@@ -12,6 +12,7 @@ namespace runner {
 namespace {
 
 constexpr char kMissing[] = "Missing operator: ";  // followed by "[number] name"
+constexpr char kArgument[] = "arg ";               // a list of a failed call's arguments, by number
 
 std::mutex mutex;
 std::set<std::string> missing;
@@ -25,6 +26,7 @@ void keep(et_timestamp_t, et_pal_log_level_t level, const char*, const char*, si
   if (level != kError) return;
   const std::lock_guard<std::mutex> lock(mutex);
   const std::string message(text, length);
+  if (message.rfind(kArgument, 0) == 0) return;
   const auto name = message.rfind(kMissing, 0) == 0 ? message.find(' ', sizeof kMissing - 1) : std::string::npos;
   if (name == std::string::npos) {
     others.push_back(message);

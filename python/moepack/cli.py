@@ -96,6 +96,9 @@ def export(
     embedding: Annotated[str, typer.Option(help="Embedding: int8 or float.")] = "int8",
     logits: Annotated[str, typer.Option(help="Logits of the last token, or of all.")] = "last",
     max_seq_len: Annotated[int | None, typer.Option(help="Longest sequence, in tokens.")] = None,
+    weights_file: Annotated[
+        bool, typer.Option("--weights-file", help="Keep weights apart, in model.ptd.")
+    ] = False,
     exclude: Exclude = None,
     sqnr_floor: Floor = None,
     force: Force = False,
@@ -113,6 +116,7 @@ def export(
             embedding=embedding,
             logits=logits,
             max_seq_len=max_seq_len,
+            weights_file=weights_file,
             force=force,
             progress=steps.begin,
             exclude=exclude or (),

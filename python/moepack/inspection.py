@@ -1,8 +1,9 @@
-"""What a file holds: a .pte, an exported directory, a packed blob, or a safetensors file."""
+"""What a file holds: a .pte, a .ptd, an exported directory, a packed blob, or safetensors."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -22,8 +23,10 @@ from moepack.manifest import (
     content_differences,
     size_differences,
 )
-from moepack.program_file import Call, Constant, ProgramFile, open_program
+from moepack.program_file import Constant, ProgramFile, open_program
 from moepack.runtime import executorch_runtime, missing_from_runtime
+from moepack.weights_file import IDENTIFIER as WEIGHTS_IDENTIFIER
+from moepack.weights_file import WeightsFile, open_weights, weights_of
 
 _BLOB_MAGIC = b"MOEP"
 
@@ -76,13 +79,15 @@ def inspect(path: str | Path, *, verify: bool = False) -> Inspection:
         head = file.read(8)
     if head[4:8] == b"ET12":
         return _inspect_program(place, verify)
+    if head[4:8] == WEIGHTS_IDENTIFIER:
+        return _inspect_weights(place, verify)
     if head[:4] == _BLOB_MAGIC:
         return _inspect_blob(place, verify)
     if place.suffix == ".safetensors":
         return _inspect_safetensors(place, verify)
     raise MoePackError(
-        f"{place}: neither an ExecuTorch program, nor an exported directory, nor a packed blob, "
-        "nor a .safetensors file"
+        f"{place}: neither an ExecuTorch program or its weights, nor an exported directory, nor a "
+        "packed blob, nor a .safetensors file"
     )
 
 
@@ -155,8 +160,33 @@ def _inspect_program(path: Path, verify: bool) -> Inspection:
         missing=_missing(file),
         verified=verify,
     )
-    for where, constant in _packed_constants(file):
-        _add_stack(result, where, _stack(file, constant), verify)
+    weights = _weights(file, result)
+    for where, constant in _packed_constants(file, weights):
+        stack = _stack(path, _data(file, weights, constant), constant.shape)
+        _add_stack(result, where, stack, verify)
+    return result
+
+
+def _weights(file: ProgramFile, result: Inspection) -> WeightsFile | None:
+    """What lies beside the program; a file that is not there is missing, a wrong one a problem."""
+    path, apart = file.path.with_suffix(".ptd"), file.kept_apart()
+    if apart and not path.is_file():
+        result.missing.append(f"{len(apart)} tensors in a .ptd file ({path.name} is not there)")
+        return None
+    try:
+        return weights_of(file)
+    except MoePackError as error:
+        result.problems.append(str(error))
+        return None
+
+
+def _inspect_weights(path: Path, verify: bool) -> Inspection:
+    file = open_weights(path)
+    result = Inspection(str(path), "ExecuTorch weights", len(file.data), verified=verify)
+    for name, stored in file.stored.items():
+        data = file.data[stored.segment.offset :]
+        if stored.shape is not None and data[:4] == _BLOB_MAGIC:
+            _add_stack(result, name, _stack(path, data, stored.shape), verify)
     return result
 
 
@@ -170,29 +200,37 @@ def _missing(file: ProgramFile) -> list[str]:
         return sorted(file.operators()) + sorted(file.delegates())
 
 
-def _packed_constants(file: ProgramFile) -> Iterator[tuple[str, Constant]]:
-    seen: set[int] = set()
+def _packed_constants(
+    file: ProgramFile, weights: WeightsFile | None
+) -> Iterator[tuple[str, Constant]]:
+    """Those of moepack's operators whose bytes begin like a blob, each once."""
+    seen: set[Constant] = set()
     for method in file.methods:
         calls = [call for call in method.calls if call.operator.startswith("moepack::")]
         for index, call in enumerate(calls):
-            for name, constant in zip(("w13", "w2"), _blobs(file, call), strict=False):
-                if constant.offset not in seen:
-                    seen.add(constant.offset)
+            packed = [c for c in call.constants if _data(file, weights, c)[:4] == _BLOB_MAGIC]
+            for name, constant in zip(("w13", "w2"), packed, strict=False):
+                if constant not in seen:
+                    seen.add(constant)
                     yield f"{method.name} call {index} {name}", constant
 
 
-def _blobs(file: ProgramFile, call: Call) -> list[Constant]:
-    """The packed tensors among a call's constants: the ones whose bytes begin like a blob."""
-    return [c for c in call.constants if file.data[c.offset : c.offset + 4] == _BLOB_MAGIC]
+def _data(file: ProgramFile, weights: WeightsFile | None, constant: Constant) -> memoryview:
+    """The file from where the constant begins; nothing if it is in a file that is not there."""
+    if not constant.name:
+        return file.data[constant.offset :]
+    if weights is None:
+        return memoryview(b"")
+    return weights.data[weights.stored[constant.name].segment.offset :]
 
 
-def _stack(file: ProgramFile, constant: Constant) -> Tensor:
-    experts, size = constant.shape
-    end = constant.offset + experts * size
-    if end > len(file.data):
-        raise MoePackError(f"{file.path}: packed experts end at byte {end}, the file before")
-    mapped = np.frombuffer(file.data[constant.offset : end], dtype=np.uint8)
-    return _readonly(mapped).view(experts, size)
+def _stack(path: Path, data: memoryview, shape: tuple[int, ...]) -> Tensor:
+    if len(shape) != 2 or min(shape) < 0 or math.prod(shape) > len(data):
+        raise MoePackError(
+            f"{path}: packed experts {list(shape)} in {len(data)} bytes; expected [E, bytes]"
+        )
+    mapped = np.frombuffer(data[: math.prod(shape)], dtype=np.uint8)
+    return _readonly(mapped).view(shape)
 
 
 def _inspect_blob(path: Path, verify: bool) -> Inspection:

@@ -15,9 +15,10 @@ from moepack.json_text import finite, json_text
 
 FILE_NAME = "manifest.json"
 PROGRAM = "model.pte"
+WEIGHTS = "model.ptd"  # beside it, where a program keeps its weights apart
 PACKED_FILE = "moepack.json"  # marks a packed checkpoint
 METHOD_NAME = "moepack"  # quant_method in the config.json of a packed checkpoint
-FORMAT = 1
+FORMAT = 2
 _CHUNK = 1 << 22
 
 
@@ -41,6 +42,7 @@ class Manifest:
     layers: dict[str, str]
     program_structure_sha256: str
     files: dict[str, FileEntry]
+    weights_structure_sha256: str | None = None  # of WEIGHTS, where there is that file
     format: int = field(default=FORMAT)
 
     def to_json(self) -> dict[str, Any]:

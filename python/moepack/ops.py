@@ -1,7 +1,7 @@
 """The operators `moepack::quantized_moe_ffn` and `moepack::quantized_experts` for torch.
 
-Importing this module registers them once: CPU kernels (from the library that lies beside this
-package), Meta kernels that make the same checks, and a gradient that raises. docs/reference/op.md
+Importing this module registers them once: CPU kernels and a gradient that raises (from the library
+that lies beside this package), and Meta kernels that make the same checks. docs/reference/op.md
 says what they compute.
 """
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 import moepack
 from moepack import _core
@@ -25,7 +24,6 @@ _OPS: dict[str, Callable[..., None]] = {
     "quantized_experts": _core.check_quantized_experts,
 }
 
-_AUTOGRAD = torch.library.Library("moepack", "IMPL")  # what it registers lives as long as it does
 _executorch_loaded = False
 
 
@@ -197,9 +195,6 @@ def load() -> None:
         meta = _meta_kernel(getattr(torch.ops.moepack, name).default, check)
         torch.library.register_fake(f"moepack::{name}", meta)
         torch.library.register_fake(f"moepack::{name}.out", meta)
-        if not _has_autograd(name):
-            kernel = _autograd_kernel(getattr(torch.ops.moepack, name).default)
-            _AUTOGRAD.impl(name, kernel, "Autograd")
 
 
 def _library(name: str) -> Path:
@@ -212,10 +207,6 @@ def _library(name: str) -> Path:
         f"{name} is in none of {', '.join(map(str, folders))}: the package was not built here; "
         "install it with `pip install .`"
     )
-
-
-def _has_autograd(name: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"moepack::{name}", "Autograd")
 
 
 def _meta_kernel(op: Any, check: Callable[..., None]) -> Callable[..., Tensor]:
@@ -270,49 +261,6 @@ def _require_same_tokens(op: Any, name: str, tensor: Tensor, x: Tensor) -> None:
             tokens == expected,
             lambda: f"{op.name()}: {name}: got {tokens} tokens, expected T={expected}",
         )
-
-
-def _autograd_kernel(op: Any) -> Callable[..., Tensor]:
-    """Raises where a gradient or a tangent is asked for; else only hands the call on."""
-
-    def refuse(*_: Any) -> Any:
-        raise MoePackError(
-            f"{op.name()} has no gradient: packed experts are for inference. Run it under "
-            "torch.no_grad(), or turn the model back into float modules with moepack.dequantize_"
-        )
-
-    def compute(*arguments: Any) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            result: Tensor = op(*arguments)
-        return result
-
-    class WithoutGradient(torch.autograd.Function):
-        @staticmethod
-        def forward(context: Any, *arguments: Any) -> Tensor:
-            return compute(*arguments)
-
-        @staticmethod
-        def backward(context: Any, *gradients: Any) -> Any:
-            return refuse()
-
-    def kernel(*arguments: Any) -> Tensor:
-        # Gradients may be off while a level of forward-mode differentiation is open.
-        if forward_ad._current_level >= 0 and any(map(_has_tangent, arguments)):
-            refuse()
-        if torch.is_grad_enabled() and any(map(_requires_gradient, arguments)):
-            result: Tensor = WithoutGradient.apply(*arguments)  # type: ignore[no-untyped-call]
-            return result
-        return compute(*arguments)
-
-    return kernel
-
-
-def _has_tangent(value: Any) -> bool:
-    return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
-
-
-def _requires_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 load()

@@ -15,74 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moepack.errors import MoePackError
+from moepack.flatbuffer import Table, read
 
 _IDENTIFIER = b"ET12"
 _HEADER_MAGIC = b"eh00"
 _HEADER = struct.Struct("<4sIQQ")
 _KERNEL_CALL = 1
 _TENSOR, _STRING = 5, 6
-
-
-class _Table:
-    """A flatbuffer table: fields by slot number, absent ones by default."""
-
-    def __init__(self, buffer: memoryview, position: int) -> None:
-        self.buffer = buffer
-        self.position = position
-        self.vtable = position - _read(buffer, "<i", position)
-        self.vtable_size = _read(buffer, "<H", self.vtable)
-
-    def _field(self, slot: int) -> int | None:
-        entry = 4 + 2 * slot
-        if entry + 2 > self.vtable_size:
-            return None
-        offset = _read(self.buffer, "<H", self.vtable + entry)
-        return self.position + offset if offset else None
-
-    def number(self, slot: int, form: str, default: int = 0) -> int:
-        at = self._field(slot)
-        return default if at is None else _read(self.buffer, form, at)
-
-    def table(self, slot: int) -> _Table | None:
-        at = self._field(slot)
-        return None if at is None else _Table(self.buffer, at + _read(self.buffer, "<I", at))
-
-    def text(self, slot: int) -> str:
-        at = self._field(slot)
-        if at is None:
-            return ""
-        start, length = self._vector_at(at, 1)
-        return bytes(self.buffer[start : start + length]).decode("utf-8")
-
-    def numbers(self, slot: int, form: str) -> list[int]:
-        at = self._field(slot)
-        if at is None:
-            return []
-        size = struct.calcsize(form)
-        start, length = self._vector_at(at, size)
-        return [_read(self.buffer, form, start + i * size) for i in range(length)]
-
-    def tables(self, slot: int) -> list[_Table]:
-        at = self._field(slot)
-        if at is None:
-            return []
-        start, length = self._vector_at(at, 4)
-        places = range(start, start + 4 * length, 4)
-        return [_Table(self.buffer, p + _read(self.buffer, "<I", p)) for p in places]
-
-    def _vector_at(self, at: int, item: int) -> tuple[int, int]:
-        start = at + _read(self.buffer, "<I", at)
-        length = _read(self.buffer, "<I", start)
-        if start + 4 + length * item > len(self.buffer):
-            raise ValueError(f"vector of {length} items at {start} passes the end")
-        return start + 4, length
-
-
-def _read(buffer: memoryview, form: str, at: int) -> int:
-    if at < 0:
-        raise ValueError(f"offset {at} is before the beginning")
-    value: int = struct.unpack_from(form, buffer, at)[0]
-    return value
+_EXTERNAL = 1
 
 
 @dataclass(frozen=True)
@@ -95,10 +35,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Constant:
-    """A constant tensor of the program: its shape and where its bytes begin in the file."""
+    """A constant tensor of the program: its shape and where its bytes begin in the file.
+
+    One with a `name` is kept under that name in a file of weights; `offset` says nothing then.
+    """
 
     shape: tuple[int, ...]
     offset: int
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,6 +60,7 @@ class Method:
     operators: tuple[str, ...]
     delegates: tuple[str, ...]
     calls: tuple[Call, ...]
+    constants: tuple[Constant, ...]
     planned_bytes: int
 
 
@@ -137,6 +82,10 @@ class ProgramFile:
     def delegates(self) -> set[str]:
         return {name for method in self.methods for name in method.delegates}
 
+    def kept_apart(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors that lie in a file of weights (.ptd)."""
+        return {c.name: c.shape for method in self.methods for c in method.constants if c.name}
+
     def structure_digest(self) -> str:
         """sha256 of everything but weights: the program and the delegates' own programs.
 
@@ -149,16 +98,21 @@ class ProgramFile:
         return digest.hexdigest()
 
 
+def map_file(path: Path) -> memoryview:
+    """The bytes of a file. Raises MoePackError when it is missing, empty or a directory."""
+    try:
+        with path.open("rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except (OSError, ValueError) as error:
+        raise MoePackError(f"{path}: cannot be opened: {error}") from error
+
+
 def open_program(path: Path) -> ProgramFile:
     """Maps the file and reads its structure.
 
     Raises MoePackError when the file is missing, no .pte, cut short or inconsistent.
     """
-    try:
-        with path.open("rb") as file:
-            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    except (OSError, ValueError) as error:
-        raise MoePackError(f"{path}: cannot be opened: {error}") from error
+    data = map_file(path)
     if len(data) < 8 or data[4:8] != _IDENTIFIER:
         raise MoePackError(f"{path}: not an ExecuTorch program (no ET12 identifier)")
     try:
@@ -175,7 +129,7 @@ def _read_program(path: Path, data: memoryview) -> ProgramFile:
     if program_bytes > len(data):
         raise ValueError(f"file has {len(data)} bytes, its program alone {program_bytes}")
     buffer = data[:program_bytes]
-    program = _Table(buffer, _read(buffer, "<I", 0))
+    program = Table(buffer, read(buffer, "<I", 0))
     segments = tuple(
         Segment(base + table.number(0, "<Q"), table.number(1, "<Q")) for table in program.tables(4)
     )
@@ -199,41 +153,50 @@ def _read_program(path: Path, data: memoryview) -> ProgramFile:
     )
 
 
-def _method(plan: _Table, offsets: list[int]) -> Method:
+def _method(plan: Table, offsets: list[int]) -> Method:
     operators = []
     for table in plan.tables(6):
         name, overload = table.text(0), table.text(1)
         operators.append(f"{name}.{overload}" if overload else name)
     values = plan.tables(2)
+    constants = {i: c for i, v in enumerate(values) if (c := _constant(v, offsets)) is not None}
     calls = []
     for chain in plan.tables(5):
         for instruction in chain.tables(2):
             call = instruction.table(1)
             if instruction.number(0, "<B") == _KERNEL_CALL and call is not None:
-                arguments = [values[i] for i in call.numbers(1, "<i")]
-                calls.append(_call(operators[call.number(0, "<i")], arguments, offsets))
+                arguments = call.numbers(1, "<i")
+                calls.append(
+                    Call(
+                        operators[call.number(0, "<i")],
+                        tuple(constants[i] for i in arguments if i in constants),
+                        tuple(_strings([values[i] for i in arguments])),
+                    )
+                )
     return Method(
         name=plan.text(0),
         operators=tuple(operators),
         delegates=tuple(table.text(0) for table in plan.tables(7)),
         calls=tuple(calls),
+        constants=tuple(constants.values()),
         planned_bytes=sum(plan.numbers(8, "<q")),
     )
 
 
-def _call(operator: str, arguments: list[_Table], offsets: list[int]) -> Call:
-    constants = []
-    for argument in arguments:
-        value = argument.table(1)
-        if argument.number(0, "<B") != _TENSOR or value is None:
-            continue
-        index = value.number(5, "<I")
-        if index and value.table(6) is None:
-            constants.append(Constant(tuple(value.numbers(2, "<i")), offsets[index]))
-    return Call(operator, tuple(constants), tuple(_strings(arguments)))
+def _constant(value: Table, offsets: list[int]) -> Constant | None:
+    """The constant tensor that an argument is; None for anything else."""
+    tensor = value.table(1)
+    if value.number(0, "<B") != _TENSOR or tensor is None:
+        return None
+    shape, index, extra = tuple(tensor.numbers(2, "<i")), tensor.number(5, "<I"), tensor.table(9)
+    if extra is not None and extra.number(2, "<b") == _EXTERNAL:
+        return Constant(shape, 0, extra.text(1))
+    if index and tensor.table(6) is None:
+        return Constant(shape, offsets[index])
+    return None
 
 
-def _strings(arguments: list[_Table]) -> Iterator[str]:
+def _strings(arguments: list[Table]) -> Iterator[str]:
     for argument in arguments:
         value = argument.table(1)
         if argument.number(0, "<B") == _STRING and value is not None:

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from moepack.errors import MoePackError
-from moepack.manifest import FILE_NAME, METHOD_NAME, PACKED_FILE, PROGRAM
+from moepack.manifest import FILE_NAME, METHOD_NAME, PACKED_FILE, PROGRAM, WEIGHTS
 from moepack.tokenizer import FILES as TOKENIZER_FILES
 
 _LONGEST_NAME = 230  # the names of unfinished work are longer, and file systems end at 255
 
 # Everything that moepack writes; `replace` deletes nothing else.
 _OWN_FILES = (
-    *(FILE_NAME, PROGRAM, "README.md", PACKED_FILE, "config.json", "generation_config.json"),
+    *(FILE_NAME, PROGRAM, WEIGHTS, "README.md", PACKED_FILE),
+    *("config.json", "generation_config.json"),
     *("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"),
     *("experts-*.safetensors", "rest-*.safetensors", *TOKENIZER_FILES),
 )

@@ -35,8 +35,8 @@ _SCALE_AND_SUM_BYTES = 8
 def require_integers(found: Scheme) -> None:
     if not found.is_integer:
         raise UnsupportedError(
-            f"{found.name} in the layout 'torchao'; supported: int4 and int8 schemes, or the layout "
-            "'moepack'"
+            f"{found.name} in the layout 'torchao'; supported: int4 and int8 schemes there, all "
+            "in the layout 'moepack'"
         )
 
 

@@ -36,7 +36,7 @@ _SILENT = 1e-30
 
 @dataclass(frozen=True)
 class AdapterCheck:
-    """Largest relative error; `tokens` of the router's probes had a margin that decides."""
+    """Largest relative error of `experts` experts; `tokens` router probes had a clear margin."""
 
     error: float
     experts: int
@@ -61,16 +61,22 @@ def probes(tokens: int, dim: int, seed: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def check_adapter(path: str, spec: BlockSpec, *, fused: bool = True) -> AdapterCheck:
-    """Raises VerificationError where the neutral form is not what the original block computes."""
-    error = _experts_error(path, spec)
+def check_adapter(
+    path: str, spec: BlockSpec, *, fused: bool = True, most_weights: int | None = None
+) -> AdapterCheck:
+    """Raises VerificationError where the neutral form is not what the original block computes.
+
+    `most_weights`: of larger blocks, experts of about so many weights, the first and last among
+    them.
+    """
+    error, checked = _experts_error(path, spec, most_weights)
     _refuse(path, "the experts", error)
     tokens = 0
     if spec.router is not None and fused:
         around, tokens = _around_experts_error(path, spec, spec.router)
         _refuse(path, "the router, the shared expert or their sum", around)
         error = max(error, around)
-    return AdapterCheck(error, spec.experts.num_experts, tokens)
+    return AdapterCheck(error, checked, tokens)
 
 
 def _require_finite(path: str, what: str, expected: Tensor) -> None:
@@ -101,14 +107,13 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((error / norm.clamp(min=torch.finfo(norm.dtype).tiny)).max())
 
 
-def _experts_error(path: str, spec: BlockSpec) -> float:
+def _experts_error(path: str, spec: BlockSpec, most_weights: int | None) -> tuple[float, int]:
+    """The largest error, and of how many experts."""
     experts = spec.experts
-    bytes_each = 3 * experts.model_dim * experts.inner_dim * 4
-    window = max(1, min(experts.num_experts, _WINDOW_BYTES // bytes_each))
-    errors = []
-    for first in range(0, experts.num_experts, window):
-        last = min(first + window, experts.num_experts)
+    errors, checked = [], 0
+    for first, last in _expert_windows(experts, most_weights):
         count = last - first
+        checked += count
         x = probes(max(2, count), experts.model_dim, seed=first)
         token = torch.arange(x.shape[0])
         ids = torch.stack([token % count, (token + 1) % count], dim=1)
@@ -117,7 +122,19 @@ def _experts_error(path: str, spec: BlockSpec) -> float:
         _require_finite(path, f"experts {first} to {last - 1}", expected)
         found = _float_experts(experts, x, ids + first, weights, experts.output_norm)
         errors.append(relative_error(found, expected))
-    return _largest(errors)
+    return _largest(errors), checked
+
+
+def _expert_windows(experts: ExpertsSpec, most_weights: int | None) -> list[tuple[int, int]]:
+    """Ranges of experts of which the float weights fit a window; if not all, spread evenly."""
+    weights_each = 3 * experts.model_dim * experts.inner_dim
+    size = max(1, min(experts.num_experts, _WINDOW_BYTES // (4 * weights_each)))
+    starts = range(0, experts.num_experts, size)
+    windows = [(first, min(first + size, experts.num_experts)) for first in starts]
+    most = len(windows) if most_weights is None else max(2, most_weights // (size * weights_each))
+    if most >= len(windows):
+        return windows
+    return [windows[i * (len(windows) - 1) // (most - 1)] for i in range(most)]
 
 
 def _largest(errors: list[float]) -> float:

@@ -18,7 +18,7 @@ import moepack
 import tiny_models
 from made_checkpoints import copied, rewrite, saved, stored_tensors
 from moepack import MoePackConfig
-from moepack.errors import BadWeights, NoMoEBlock, UnsupportedError
+from moepack.errors import BadWeights, NoMoEBlock, UnsupportedError, VerificationError
 from moepack.modules import PackedExperts
 from moepack.online.loading import load_packed
 
@@ -120,6 +120,18 @@ def test_bad_checkpoints_are_errors(name: str, change: str, message: str, tmp_pa
     rewrite(directory, tensors)
     message = message.replace("row 8\\d*", "row 40")  # the rows of up follow those of gate
     with pytest.raises((BadWeights, RuntimeError), match=message):
+        load(AutoModelForCausalLM, directory, quantization_config=MoePackConfig())
+
+
+def test_a_class_that_computes_something_else_stops_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = saved(tiny_models.build("qwen3_moe"), tmp_path)
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock as Block
+
+    original = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, x: 1.01 * original(self, x))
+    with pytest.raises(VerificationError, match=r"layers\.0\.mlp: moepack's reading"):
         load(AutoModelForCausalLM, directory, quantization_config=MoePackConfig())
 
 

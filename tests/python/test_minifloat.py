@@ -1,4 +1,4 @@
-"""mxfp4 and fp8-b128: scales and codes against torch's own roundings, and checkpoints kept as is."""
+"""mxfp4 and fp8-b128: scales and codes against torch's roundings, and checkpoints kept as is."""
 
 import math
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import moepack
 import tiny_models
 from made_checkpoints import rewrite, saved, stored_tensors
-from moepack import packing
+from moepack import packing, verification
 from moepack.errors import BadWeights, NoMoEBlock, UnsupportedError, VerificationError
 from moepack.modules import PackedExperts
-from moepack.online import Loaded, OnlineMethod, Settings, load
+from moepack.online import Loaded, OnlineMethod, Settings, adapter, load
 from moepack.online.loading import fill, meta_model
 from moepack.online.sources import Pieces
 from moepack.quantizer import QuantizedMatrix
@@ -198,11 +198,28 @@ def test_a_class_that_computes_something_else_stops_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = saved(tiny_models.build("qwen3_moe"), tmp_path)
-    assert list(load(directory, Settings(threads=1)).adapter_error) == ["model.layers.0.mlp"]
+    assert list(load(directory, Settings(threads=1)).adapter_checks) == ["model.layers.0.mlp"]
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock as Block
 
     original = Block.forward
     monkeypatch.setattr(Block, "forward", lambda self, x: 1.01 * original(self, x))
+    with pytest.raises(VerificationError, match=r"layers\.0\.mlp: moepack's reading"):
+        load(directory, Settings(threads=1))
+
+
+def test_of_a_large_block_a_part_is_compared_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its size: its router, and experts of so many weights, first and last among them."""
+    monkeypatch.setattr(verification, "_WINDOW_BYTES", 1)
+    monkeypatch.setattr(adapter, "MOST_WEIGHTS", 4 * 3 * tiny_models.WIDTH * tiny_models.INNER)
+    directory = saved(tiny_models.build("qwen3_moe", num_local_experts=16), tmp_path)
+    (check,) = load(directory, Settings(threads=1)).adapter_checks.values()
+    assert check.experts == 4
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts as Experts
+
+    original = Experts.forward
+    monkeypatch.setattr(Experts, "forward", lambda self, *args: 1.01 * original(self, *args))
     with pytest.raises(VerificationError, match=r"layers\.0\.mlp: moepack's reading"):
         load(directory, Settings(threads=1))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moepack.manifest import Manifest
+from moepack.manifest import PROGRAM, WEIGHTS, Manifest
 
 _TEXT = """\
 # {name}, packed by moepack
@@ -18,7 +18,7 @@ program for CPUs. Made by moepack {moepack} with torch {torch} and executorch {e
 | embedding | {embedding} |
 | longest sequence | {max_seq_len} tokens |
 | logits | {logits} |
-| program | {megabytes:.1f} MB |
+| program | {size} |
 
 Run it:
 
@@ -47,5 +47,12 @@ def card(manifest: Manifest, name: str) -> str:
         embedding=manifest.options["embedding"],
         logits=manifest.options["logits"],
         max_seq_len=manifest.options["max_seq_len"],
-        megabytes=manifest.files["model.pte"].bytes / 1e6,
+        size=_size(manifest),
     )
+
+
+def _size(manifest: Manifest) -> str:
+    megabytes = {name: f"{entry.bytes / 1e6:.1f} MB" for name, entry in manifest.files.items()}
+    if WEIGHTS not in megabytes:
+        return megabytes[PROGRAM]
+    return f"{megabytes[PROGRAM]}, and its weights in `{WEIGHTS}`, {megabytes[WEIGHTS]}"

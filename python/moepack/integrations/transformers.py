@@ -23,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moepack.errors import BadWeights, MoePackError, UnsupportedError
 from moepack.manifest import METHOD_NAME
 from moepack.modules import PackedExperts
+from moepack.online.adapter import check_classes
 from moepack.online.blocks import OnlineBlock
 from moepack.online.files import read_entries
 from moepack.online.filling import shortened
@@ -96,6 +97,7 @@ class MoePackHfQuantizer(HfQuantizer):  # type: ignore[misc]
                 place_empty(model, settings)
                 return
             self._blocks, _ = online_blocks(model, settings)
+            check_classes(self._blocks)
         self._mapping = NameMapping(model)
         for block in self._blocks:
             for name in block.stacks:

@@ -13,27 +13,27 @@ from torch import Tensor
 
 from moepack.families import find_blocks
 from moepack.online.blocks import OnlineBlock, with_tensors
-from moepack.verification import check_adapter
+from moepack.verification import AdapterCheck, check_adapter
 
-# Checking reads every expert in fp32, twice: beyond this it would take as long as packing.
-LARGEST = 1 << 29
+# Checking reads an expert in fp32, twice: of larger blocks a part, or it would take as long as
+# packing. All experts are one code, and differ in their weights alone.
+MOST_WEIGHTS = 1 << 29
 
 
-def check_classes(blocks: Iterable[OnlineBlock]) -> dict[str, float]:
-    """The error by path of the block that stands for its class and shape; larger ones are left out.
+def check_classes(blocks: Iterable[OnlineBlock]) -> dict[str, AdapterCheck]:
+    """What was found, by path of the block that stands for its class and shape.
 
     Raises VerificationError where the neutral form is not what the original block computes.
     """
-    checked: dict[tuple[object, ...], str] = {}
-    errors: dict[str, float] = {}
+    seen: set[tuple[object, ...]] = set()
+    found: dict[str, AdapterCheck] = {}
     for block in blocks:
         module = block.found.module
         shapes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters())
         kind = (type(module), block.decision.router, shapes)
-        weights = sum(p.numel() for p in module.parameters())
-        if kind in checked or weights > LARGEST:
+        if kind in seen:
             continue
-        checked[kind] = block.path
+        seen.add(kind)
         generator = torch.Generator().manual_seed(0)
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         trial = with_tensors(
@@ -42,8 +42,8 @@ def check_classes(blocks: Iterable[OnlineBlock]) -> dict[str, float]:
         spec = find_blocks(trial)[0].spec
         assert spec is not None
         fused = block.decision.router == "fused"
-        errors[block.path] = check_adapter(block.path, spec, fused=fused).error
-    return errors
+        found[block.path] = check_adapter(block.path, spec, fused=fused, most_weights=MOST_WEIGHTS)
+    return found
 
 
 def _made(name: str, like: Tensor, is_stack: bool, generator: torch.Generator) -> Tensor:

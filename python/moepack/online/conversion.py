@@ -33,6 +33,7 @@ from moepack.online.sources import SafetensorsDirectory
 from moepack.online.stored import Decoder, StoredTensor
 from moepack.staging import put_in_place, require_output
 from moepack.tokenizer import FILES as TOKENIZER_FILES
+from moepack.verification import AdapterCheck
 
 INDEX = "model.safetensors.index.json"
 _STATE = "moepack-progress.json"
@@ -53,11 +54,13 @@ class ConvertedBlock:
 class Converted:
     """`worst_weight_db` compares each matrix with its own weights; None for resumed blocks.
 
+    `adapter_checks`: of the blocks that stand for their class and shape, by path.
     `peak_anonymous_bytes` is above what the process had when it began.
     """
 
     directory: Path
     blocks: list[ConvertedBlock] = field(default_factory=list)
+    adapter_checks: dict[str, AdapterCheck] = field(default_factory=dict)
     resumed: int = 0
     bytes_copied: int = 0
     bytes_packed: int = 0
@@ -70,9 +73,13 @@ class Converted:
     def __str__(self) -> str:
         worst = [b.worst_weight_db for b in self.blocks if b.worst_weight_db is not None]
         resumed = f", {self.resumed} of them before an interruption" if self.resumed else ""
+        checked = ", ".join(
+            f"{path} ({check.experts} experts)" for path, check in self.adapter_checks.items()
+        )
         return (
             f"{self.directory}: {len(self.blocks)} blocks packed{resumed}, {self.bytes_packed:,} "
             f"bytes; {self.bytes_copied:,} bytes copied as they were\n"
+            f"block classes compared with their own code: {checked}\n"
             f"worst matrix {min(worst, default=float('nan')):.1f} dB SQNR of its weights; peak of "
             f"{self.peak_anonymous_bytes:,} bytes of anonymous memory; {self.seconds:.1f} s"
         )
@@ -133,7 +140,7 @@ class _Work:
         done = Converted(self.target)
         Filling(self.model, (), lambda filled: None, self.tensors.names).check_names()
         require_places(self.source, self.model, self.tensors.names)
-        check_classes(self.blocks)
+        done.adapter_checks = check_classes(self.blocks)
         self._begin()
         self._require_room()
         todo = [block for block in self.blocks if not self._file_of(block).is_file()]

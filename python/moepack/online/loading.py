@@ -25,6 +25,7 @@ from moepack.placement import put
 from moepack.planner import Plan, plan_blocks
 from moepack.schemes import Scheme
 from moepack.threads import require_threads
+from moepack.verification import AdapterCheck
 
 LoadFormat = Literal["safetensors", "dummy"]
 Progress = Callable[[str, int, int], None]
@@ -67,13 +68,13 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
 class Loaded:
     """`model` is the root; `worst_db` by block path is the worst matrix's SQNR of weights.
 
-    `adapter_error`: of the blocks that stand for their class and shape, by path.
+    `adapter_checks`: of the blocks that stand for their class and shape, by path.
     """
 
     model: nn.Module
     plan: Plan
     worst_db: dict[str, float] = field(default_factory=dict)
-    adapter_error: dict[str, float] = field(default_factory=dict)
+    adapter_checks: dict[str, AdapterCheck] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
 
 
@@ -181,7 +182,7 @@ def fill(
 ) -> Loaded:
     """Fills a model on the meta device. The result's parts are the model's own modules."""
     blocks, decided = online_blocks(model, settings, allocate)
-    loaded = Loaded(model, decided, adapter_error=check_classes(blocks))
+    loaded = Loaded(model, decided, adapter_checks=check_classes(blocks))
 
     def apply(filled: Filled) -> None:
         for name, tensor in filled.tensors.items():

@@ -1,32 +1,24 @@
 // The ExecuTorch kernels, called as the runtime calls them: with a list of values that a program file made up.
-#include <executorch/extension/tensor/tensor.h>
-#include <executorch/runtime/core/evalue.h>
-#include <executorch/runtime/core/memory_allocator.h>
-#include <executorch/runtime/kernel/kernel_runtime_context.h>
 #include <executorch/runtime/kernel/operator_registry.h>
 #include <executorch/runtime/platform/runtime.h>
 #include <gtest/gtest.h>
 
-#include <list>
 #include <string>
 #include <vector>
 
-#include "../made.h"
+#include "arguments.h"
 
 namespace moepack {
 namespace {
 
-using executorch::aten::ArrayRef;
 using executorch::aten::ScalarType;
 using executorch::aten::SizesType;
-using executorch::extension::TensorPtr;
 using executorch::runtime::Error;
 using executorch::runtime::EValue;
-using executorch::runtime::KernelRuntimeContext;
-using executorch::runtime::Span;
+using made::Arguments;
 
 // A call of quantized_experts.out with arguments that can be replaced one by one.
-class Call {
+class Call : public Arguments {
  public:
   Call() : layer_(made::layer(*find_scheme("int4-g32"), 40, 24, kE)), routing_(made::routing(kT, kK, kE)) {
     x_ = made::Random(3).floats(kT * 40);
@@ -36,62 +28,30 @@ class Call {
     add(routing_.weights.data(), {kT, kK}, ScalarType::Float);
     add(layer_.w13.data(), {kE, static_cast<SizesType>(layer_.bytes13)}, ScalarType::Byte);
     add(layer_.w2.data(), {kE, static_cast<SizesType>(layer_.bytes2)}, ScalarType::Byte);
-    values_.resize(values_.size() + 2);  // no biases
-    values_.emplace_back(std::int64_t{24});
+    values().resize(values().size() + 2);  // no biases
+    values().emplace_back(std::int64_t{24});
     for (const char* text : {"int4-g32", "moepack", "silu"}) add_text(text);
-    for (const double number : {1.0, 0.0, 0.0, 0.0}) values_.emplace_back(number);
-    for (int i = 0; i < 2; ++i) values_.emplace_back(false);
+    for (const double number : {1.0, 0.0, 0.0, 0.0}) values().emplace_back(number);
+    for (int i = 0; i < 2; ++i) values().emplace_back(false);
     add(out_.data(), {kT, 40}, ScalarType::Float);
   }
 
-  std::vector<EValue>& values() { return values_; }
   const std::vector<float>& out() const { return out_; }
   std::vector<float> expected() const { return made::experts(layer_, x_, routing_); }
   std::vector<std::int64_t>& ids() { return routing_.ids; }
 
-  void set(std::size_t position, void* data, std::vector<SizesType> sizes, ScalarType type) {
-    tensors_.push_back(executorch::extension::make_tensor_ptr(std::move(sizes), data, type));
-    values_[position] = EValue(*tensors_.back());
-  }
-  void set(std::size_t position, const TensorPtr& tensor) {
-    tensors_.push_back(tensor);
-    values_[position] = EValue(*tensor);
-  }
-  void* data(std::size_t position) { return values_[position].toTensor().mutable_data_ptr(); }
-
   Error run(std::size_t arguments = SIZE_MAX, std::size_t memory = 1 << 20) {
     const auto found = executorch::runtime::get_op_function_from_registry("moepack::quantized_experts.out");
     EXPECT_TRUE(found.ok());
-    std::vector<EValue*> pointers;
-    for (EValue& value : values_)
-      if (pointers.size() < arguments) pointers.push_back(&value);
-    std::vector<std::uint8_t> scratch(memory);
-    executorch::runtime::MemoryAllocator allocator(static_cast<std::uint32_t>(memory), scratch.data());
-    KernelRuntimeContext context(nullptr, &allocator);
-    (*found)(context, Span<EValue*>(pointers.data(), pointers.size()));
-    return context.failure_state();
+    return Arguments::run(*found, arguments, memory);
   }
 
  private:
   static constexpr SizesType kT = 3, kK = 2, kE = 4;
 
-  void add(void* data, std::vector<SizesType> sizes, ScalarType type) {
-    values_.emplace_back();
-    set(values_.size() - 1, data, std::move(sizes), type);
-  }
-  void add_text(const char* text) {
-    texts_.emplace_back(text);
-    text_refs_.emplace_back(texts_.back().data(), texts_.back().size());
-    values_.emplace_back(&text_refs_.back());
-  }
-
   made::Layer layer_;
   made::Routing routing_;
   std::vector<float> x_, out_;
-  std::list<TensorPtr> tensors_;
-  std::list<std::string> texts_;
-  std::list<ArrayRef<char>> text_refs_;
-  std::vector<EValue> values_;
 };
 
 class ExecuTorchOps : public testing::Test {

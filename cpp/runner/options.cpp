@@ -1,0 +1,89 @@
+#include "options.h"
+
+#include <charconv>
+#include <limits>
+#include <string_view>
+
+#include "failure.h"
+
+namespace runner {
+namespace {
+
+constexpr char kUsage[] =
+    "usage: moepack_runner model.pte [--weights model.ptd] [--tokenizer tokenizer.json --prompt TEXT [--bos]] "
+    "[--max-new-tokens N] [--threads N] [--verify] [--huge-pages]; without a tokenizer, token ids on stdin";
+
+constexpr std::int64_t kMostThreads = 1024;
+
+struct Flag {
+  std::string_view name;
+  bool Options::* value;
+};
+constexpr Flag kFlags[] = {
+    {"--bos", &Options::begin_text}, {"--verify", &Options::verify}, {"--huge-pages", &Options::huge_pages}};
+
+struct Text {
+  std::string_view name;
+  std::string Options::* value;
+};
+constexpr Text kTexts[] = {
+    {"--weights", &Options::weights}, {"--tokenizer", &Options::tokenizer}, {"--prompt", &Options::prompt}};
+
+struct Number {
+  std::string_view name;
+  std::int64_t Options::* value;
+  std::int64_t most;
+};
+constexpr Number kNumbers[] = {{"--max-new-tokens", &Options::max_new_tokens, std::numeric_limits<std::int64_t>::max()},
+                               {"--threads", &Options::threads, kMostThreads}};
+
+template <class Row, std::size_t count>
+const Row* find(const Row (&rows)[count], const std::string& name) {
+  for (const Row& row : rows)
+    if (row.name == name) return &row;
+  return nullptr;
+}
+
+std::int64_t number(const Number& option, const std::string& text) {
+  std::int64_t value = 0;
+  const char* const end = text.data() + text.size();
+  const auto read = std::from_chars(text.data(), end, value);
+  if (read.ec == std::errc() && read.ptr == end && value >= 1 && value <= option.most) return value;
+  const bool bounded = option.most == kMostThreads;
+  throw Failure(std::string(option.name) + " is '" + text + "'; expected a number " +
+                (bounded ? "from 1 to " + std::to_string(option.most) : std::string("of at least 1")));
+}
+
+void check(const Options& options) {
+  if (options.program.empty()) throw Failure(kUsage);
+  if (options.tokenizer.empty() && !options.prompt.empty()) throw Failure("--prompt needs --tokenizer FILE");
+  if (options.tokenizer.empty() && options.begin_text) throw Failure("--bos needs --tokenizer FILE");
+  if (!options.tokenizer.empty() && options.prompt.empty()) throw Failure("--tokenizer needs --prompt TEXT");
+}
+
+}  // namespace
+
+Options parse(const std::vector<std::string>& arguments) {
+  Options found;
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const std::string& name = arguments[i];
+    if (const Flag* flag = find(kFlags, name)) {
+      found.*flag->value = true;
+      continue;
+    }
+    const Text* text = find(kTexts, name);
+    const Number* option = find(kNumbers, name);
+    if (text == nullptr && option == nullptr) {
+      if (name.rfind("--", 0) == 0 || !found.program.empty()) throw Failure("unknown argument '" + name + "'");
+      found.program = name;
+      continue;
+    }
+    if (++i == arguments.size()) throw Failure(name + " needs a value");
+    if (text != nullptr) found.*text->value = arguments[i];
+    if (option != nullptr) found.*option->value = number(*option, arguments[i]);
+  }
+  check(found);
+  return found;
+}
+
+}  // namespace runner
