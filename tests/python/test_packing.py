@@ -29,9 +29,7 @@ def decode(blob: bytes) -> tuple[dict[str, int], npt.NDArray[Any], npt.NDArray[A
     rows, cols, group = header["rows"], header["cols"], header["group"]
     groups = -(-cols // group)
     k_per_cell = {1: 8, 2: 4, 3: 8, 4: 4}[header["cell"]]
-    scale_type: np.dtype[Any] = {3: np.dtype(np.uint8), 4: np.dtype(np.float32)}.get(
-        header["cell"], np.dtype(np.float16)
-    )
+    scale_type = np.dtype({1: "f2", 2: "f2", 3: "u1", 4: "f4"}[header["cell"]])
     group_bytes = group // k_per_cell * 64 + 16 * scale_type.itemsize
     codes = np.zeros((rows, cols), np.int64)
     scales = np.zeros((rows, groups), scale_type)
