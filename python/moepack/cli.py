@@ -31,6 +31,7 @@ Checkpoint = Annotated[
 ]
 Out = Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="Directory to write.")]
 SchemeName = Annotated[str, typer.Option("--scheme", help="How experts are packed.")]
+Layout = Annotated[str, typer.Option("--layout", help="Of packed experts: moepack or torchao.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if moepack made it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Exclude = Annotated[
@@ -53,6 +54,7 @@ Verify = Annotated[bool, typer.Option("--verify", help="Check every checksum.")]
 def plan(
     checkpoint: Checkpoint,
     scheme: SchemeName = "int4-g32",
+    layout: Layout = "moepack",
     exclude: Exclude = None,
     as_json: Json = False,
 ) -> None:
@@ -60,7 +62,8 @@ def plan(
     import moepack
     from moepack.checkpoint import empty_model
 
-    _print(moepack.plan(empty_model(checkpoint), scheme, exclude=exclude or ()), as_json)
+    model = empty_model(checkpoint)
+    _print(moepack.plan(model, scheme, exclude=exclude or (), layout=layout), as_json)
 
 
 @app.command()
@@ -68,6 +71,7 @@ def quantize(
     checkpoint: Checkpoint,
     out: Out,
     scheme: SchemeName = "int4-g32",
+    layout: Layout = "moepack",
     exclude: Exclude = None,
     weight_floor: WeightFloor = None,
     threads: Threads = None,
@@ -80,7 +84,13 @@ def quantize(
     """
     from moepack.online import Settings, quantize_checkpoint
 
-    settings = Settings(scheme, exclude=exclude or (), sqnr_floor=weight_floor, threads=threads)
+    settings = Settings(
+        scheme,
+        exclude=exclude or (),
+        layout=layout,
+        sqnr_floor=weight_floor,
+        threads=threads,
+    )
     with _steps() as steps:
         steps.begin("Reading names")
         done = quantize_checkpoint(checkpoint, out, settings, force=force, progress=_follow(steps))
@@ -92,6 +102,7 @@ def export(
     checkpoint: Checkpoint,
     out: Out,
     scheme: SchemeName = "int4-g32",
+    layout: Layout = "moepack",
     linear: Annotated[str, typer.Option(help="Other linear layers: 8da4w or float.")] = "8da4w",
     embedding: Annotated[str, typer.Option(help="Embedding: int8 or float.")] = "int8",
     logits: Annotated[str, typer.Option(help="Logits of the last token, or of all.")] = "last",
@@ -119,6 +130,7 @@ def export(
             weights_file=weights_file,
             force=force,
             progress=steps.begin,
+            layout=layout,
             exclude=exclude or (),
             sqnr_floor=sqnr_floor,
         )
@@ -138,6 +150,30 @@ def export_llm(context: typer.Context) -> None:
     from moepack.export_llm import export_llm as write
 
     write(context.args)
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="Packed checkpoint, exported directory, or .pte file.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--output", "-o", metavar="OUT", help="Directory or .pte to write.")
+    ],
+    layout: Annotated[str, typer.Option(help="Of packed experts: moepack or torchao.")],
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Change the layout of packed experts, without the original weights.
+
+    Programs of ExecuTorch's own MoE operator become moepack's with --layout moepack.
+    """
+    import moepack
+
+    with _steps() as steps:
+        steps.begin("Converting")
+        done = moepack.convert(source, out, layout=layout, force=force)
+    _print(done, as_json)
 
 
 @app.command()

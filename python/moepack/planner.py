@@ -62,6 +62,11 @@ class Plan:
         return tuple(block for block in self.blocks if block.action == "refuse")
 
     @property
+    def is_possible(self) -> bool:
+        """Whether `quantize_` would do it: there are MoE blocks, and none of them is refused."""
+        return not self.refused and bool(self.blocks or self.already_packed)
+
+    @property
     def bytes_before(self) -> int:
         return sum(block.bytes_before for block in self.replaced)
 
@@ -173,9 +178,15 @@ def _rules(exclude: str | Sequence[str], recipe: Mapping[str, str] | None) -> di
 
 
 def _check_patterns(rules: Mapping[str, str], found: Sequence[FoundBlock]) -> None:
-    for pattern, value in rules.items():
+    for value in rules.values():
         if value != FLOAT:
             scheme_of(value)
+    require_matches(rules, found)
+
+
+def require_matches(patterns: Iterable[str], found: Sequence[FoundBlock]) -> None:
+    """Raises UnsupportedError where a path pattern matches no block."""
+    for pattern in patterns:
         if not any(_matches(pattern, block) for block in found):
             paths = ", ".join(block.path or "(root)" for block in found) or "none"
             raise UnsupportedError(f"pattern {pattern!r} matches no MoE block; blocks: {paths}")

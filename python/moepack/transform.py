@@ -19,7 +19,7 @@ from moepack.errors import BadWeights, NoMoEBlock, UnsupportedError
 from moepack.families import BlockSpec, FoundBlock, find_blocks
 from moepack.modules import PackedExperts, QuantizedMoEFFN
 from moepack.placement import PackedTensors, stacked_biases
-from moepack.planner import BlockPlan, plan_blocks
+from moepack.planner import BlockPlan, plan_blocks, require_matches
 from moepack.quantizer import QuantizedMatrix
 from moepack.schemes import Scheme
 from moepack.transform_report import BlockReport, Report
@@ -46,7 +46,8 @@ def quantize_(
     """Packs the experts of every MoE block, in place. Use the model in `Report.model`.
 
     `scheme`, `exclude`, `recipe`, `router`, `layout` as in `moepack.plan`. `sqnr_floor` in dB, for
-    all blocks or by path pattern. `progress(what, done, total)` is called before each block.
+    all blocks or by path pattern; one that matches no block is an UnsupportedError.
+    `progress(what, done, total)` is called before each block.
 
     All blocks are read and checked first: structure (UnsupportedError, NoMoEBlock), finite weights
     (BadWeights), the adapter against the original (VerificationError). If that fails the model has
@@ -60,6 +61,8 @@ def quantize_(
     decided = plan_blocks(
         model, found, scheme, exclude=exclude, recipe=recipe, router=router, layout=layout
     )
+    if isinstance(sqnr_floor, Mapping):
+        require_matches(sqnr_floor, found)
     report = Report(model, decided)
     if not _anything_to_do(report):
         return report

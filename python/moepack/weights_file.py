@@ -20,6 +20,7 @@ from moepack.program_file import ProgramFile, Segment, map_file
 IDENTIFIER = b"FT01"
 _HEADER = struct.Struct("<4sIQQQQ")
 _HEADER_MAGIC = b"FH01"
+_LARGEST_ALIGNMENT = 1 << 16
 _LISTED = 4
 
 
@@ -94,17 +95,40 @@ def _read_weights(path: Path, data: memoryview) -> WeightsFile:
     segments = [
         Segment(base + table.number(0, "<Q"), table.number(1, "<Q")) for table in root.tables(1)
     ]
-    for segment in segments:
-        if segment.offset + segment.size > base + segment_bytes:
-            raise ValueError(f"a segment ends at {segment.offset + segment.size}, past the data")
-    stored = {}
+    _check_segments(segments, base, base + segment_bytes)
+    stored: dict[str, StoredData] = {}
     for table in root.tables(2):
-        segment, layout = segments[table.number(1, "<I")], table.table(2)
-        shape = None if layout is None else tuple(layout.numbers(1, "<i"))
-        if shape is not None and prod(shape) > segment.size:
-            raise ValueError(f"{table.text(0)} is {list(shape)} in {segment.size} bytes")
-        stored[table.text(0)] = StoredData(segment, shape)
+        name, data_of = table.text(0), _stored(table, segments)
+        if not name or name in stored:
+            raise ValueError(f"an entry has no name of its own: {name!r}")
+        stored[name] = data_of
+    if {entry.segment for entry in stored.values()} != set(segments):
+        raise ValueError("a segment belongs to no name")
     return WeightsFile(path, stored, base, data)
+
+
+def _stored(table: Table, segments: list[Segment]) -> StoredData:
+    segment, layout = segments[table.number(1, "<I")], table.table(2)
+    if layout is None:
+        return StoredData(segment, None)
+    shape, order = tuple(layout.numbers(1, "<i")), layout.numbers(2, "<B")
+    if sorted(order) != list(range(len(shape))) or min(shape, default=1) < 0:
+        raise ValueError(f"a tensor has the shape {list(shape)} and the order {order}")
+    if prod(shape) > segment.size:
+        raise ValueError(f"a tensor {list(shape)} in {segment.size} bytes")
+    return StoredData(segment, shape)
+
+
+def _check_segments(segments: list[Segment], start: int, end: int) -> None:
+    """One after the other: a backend takes its data by name and does not look at their size."""
+    for segment in segments:
+        if not start <= segment.offset < start + _LARGEST_ALIGNMENT:
+            raise ValueError(
+                f"a segment begins at {segment.offset}, the one before ends at {start}"
+            )
+        start = segment.offset + segment.size
+        if start > end:
+            raise ValueError(f"a segment ends at {start}, past the data's end at {end}")
 
 
 def _some(names: Iterable[str]) -> str:

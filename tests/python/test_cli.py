@@ -18,7 +18,7 @@ from moepack import cli
 
 COMMANDS = {
     *("plan", "quantize", "export", "export-llm", "run", "eval", "bench", "inspect", "doctor"),
-    "demo",
+    *("demo", "convert"),
 }
 
 
@@ -55,6 +55,23 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "plan", checkpoint("deepseek_v3"))
     assert code == 0
     assert "model.layers.1.mlp" in out
+
+
+def test_convert_there_and_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    packed, there, back = (tmp_path / name for name in ("packed", "there", "back"))
+    json_of(capsys, "quantize", checkpoint("mixtral"), "-o", packed, "--threads", 1)
+    found = json_of(capsys, "convert", packed, "-o", there, "--layout", "torchao")
+    assert found["changed_scales"] == 0
+    assert found["scales"] > 0
+    code, out, _ = call(capsys, "convert", there, "-o", back, "--layout", "moepack")
+    assert code == 0
+    assert "experts in the layout moepack; all codes kept, all" in " ".join(out.split())
+    code, _, err = call(capsys, "convert", back, "-o", there, "--layout", "moepack")
+    assert code == 1
+    assert "already" in err
+    code, _, err = call(capsys, "convert", back, "-o", tmp_path / "x", "--layout", "gguf")
+    assert code == 1
+    assert "supported: moepack, torchao" in err
 
 
 def test_quantize_then_evaluate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 import moepack
 from moepack import export_llm
 from moepack.errors import BadWeights, MoePackError, NoMoEBlock, UnsupportedError
+from moepack.inspection import inspect
 from moepack.integrations.executorch import ExpertOptions, quantized_experts
 from moepack.modules import QuantizedMoEFFN
+from moepack.program_file import open_program
 
 TOKENIZER = Path(moepack.__file__).parent / "demo/model/tokenizer.json"
 PARAMS: dict[str, Any] = {
@@ -261,13 +264,20 @@ def test_flags_with_quantized_layers_and_sdpa(tmp_path: Path) -> None:
     program = tmp_path / "model.pte"
     assert "moepack::quantized_moe_ffn.out" in operators(program)
     assert "llama::custom_sdpa.out" in operators(program)
+    assert alignments(program) == {0}
     assert generated(program) == 7
 
 
 def operators(program: Path) -> frozenset[str]:
-    from moepack.program_file import open_program
-
     return frozenset(open_program(program).operators())
+
+
+def alignments(program: Path) -> set[int]:
+    """Of moepack's constants in the file, modulo 64."""
+    calls = [c for m in open_program(program).methods for c in m.calls]
+    ours = [call for call in calls if call.operator.startswith("moepack::")]
+    assert ours
+    return {constant.offset % 64 for call in ours for constant in call.constants}
 
 
 @pytest.mark.slow
@@ -295,6 +305,12 @@ moepack: {{scheme: int8-g64}}
     assert done.returncode == 0, done.stderr[-4000:]
     assert "int8-g64" in done.stderr
     assert generated(tmp_path / "model.pte", tmp_path / "weights.ptd") == 7
+    packed = inspect(tmp_path / "weights.ptd", verify=True)
+    assert [(stack.scheme, stack.experts) for stack in packed.packed] == [("int8-g64", 4)] * 2
+    assert packed.problems == []
+    assert inspect(tmp_path / "model.pte").missing  # the file of weights has another name
+    shutil.copyfile(tmp_path / "weights.ptd", tmp_path / "model.ptd")
+    assert len(inspect(tmp_path / "model.pte", verify=True).packed) == 2
 
 
 @pytest.mark.slow

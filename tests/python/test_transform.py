@@ -574,3 +574,10 @@ def test_the_operators_are_registered_once() -> None:
     ops.load()
     ops.load()
     assert ops.is_active()
+
+
+def test_floor_for_no_block_is_an_error() -> None:
+    model = tiny_models.build("qwen3_moe")
+    with pytest.raises(UnsupportedError, match=r"'\*\.layer\.0\*' matches no MoE block; blocks: "):
+        moepack.quantize_(model, sqnr_floor={"*": 5.0, "*.layer.0*": 7.0})
+    assert not any(isinstance(module, PackedExperts) for module in model.modules())

@@ -148,7 +148,7 @@ from moepack.runtime import Program
 weights, size = Path(sys.argv[1]), int(sys.argv[2])
 content, draw = weights.read_bytes(), random.Random(0)
 refused = 0
-for _ in range(150):
+for _ in range(100):
     damaged = bytearray(content)
     damaged[draw.randrange(size)] ^= 1 << draw.randrange(8)
     weights.unlink()  # the program before may have it mapped

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,16 @@ def quantized_experts(
 ) -> Iterator[None]:
     """Within it `export_llama` packs experts by moepack where `use_moe_quantized_op` is set.
 
-    `tell` gets the report of the packing. The export raises NoMoEBlock where there is nothing to
-    pack, BadWeights where expert weights are missing from the checkpoint or would not be used.
+    Constants are written from where they lie, aligned to 64 bytes. `tell` gets the report of the
+    packing. The export raises NoMoEBlock where there is nothing to pack, BadWeights where expert
+    weights are missing from the checkpoint or would not be used.
     """
     from executorch.examples.models.llama import export_llama_lib
     from executorch.examples.models.llama.source_transformation import moe
+    from executorch.extension.llm.export import builder
+
+    from moepack.exporter.constants import constants_in_place
+    from moepack.exporter.lowering import CONSTANT_ALIGNMENT
 
     upstream_transform = moe.replace_moe_with_quantized_op
     upstream_load = export_llama_lib._load_llama_model
@@ -104,6 +110,11 @@ def quantized_experts(
     with ExitStack() as undo:
         _put(undo, moe, "replace_moe_with_quantized_op", replace_moe_with_quantized_op)
         _put(undo, export_llama_lib, "_load_llama_model", load_model)
+        config = partial(
+            builder.ExecutorchBackendConfig, constant_tensor_alignment=CONSTANT_ALIGNMENT
+        )
+        _put(undo, builder, "ExecutorchBackendConfig", config)
+        undo.enter_context(constants_in_place())
         yield
 
 

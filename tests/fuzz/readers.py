@@ -1,0 +1,253 @@
+"""Damages files that moepack reads, and reads them: every answer is a result or a MoePackError.
+
+    python tests/fuzz/readers.py [--seconds N] [--seed S] [--first I] [--count N] [TARGET ...]
+
+Input I of a seed is always the same. Native code that reads a file runs in another process: its
+death is a finding too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import multiprocessing
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from io import StringIO
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "python"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import made_programs
+import moepack
+from damage import damaged
+from moepack import checkpoint, packing, universal_blob
+from moepack.errors import MoePackError
+from moepack.inspection import inspect
+from moepack.manifest import PROGRAM, Manifest
+from moepack.quantizer import quantize
+from moepack.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Target:
+    """`make` fills a directory; `read` reads it after one of its `files` was damaged.
+
+    What `read` draws first of several is what a file that is not damaged can be read with.
+    """
+
+    make: Callable[[Path], object]
+    read: Callable[[Path, random.Random], object]
+    files: str = "*"
+
+
+class Ordinary(random.Random):
+    """Draws the first of every choice, and nothing that happens only at times."""
+
+    def choice(self, seq: Any) -> Any:
+        return seq[0]
+
+    def random(self) -> float:
+        return 0.999
+
+
+def make_program(directory: Path) -> None:
+    shutil.copytree(made_programs.exported(), directory, dirs_exist_ok=True)
+
+
+def read_program(directory: Path, draw: random.Random) -> None:
+    inspect(draw.choice((directory, directory / PROGRAM)), verify=draw.random() < 0.3)
+    Manifest.read(directory)
+
+
+def read_tokenizer(directory: Path, draw: random.Random) -> None:
+    tokenizer = Tokenizer.load(directory)
+    tokenizer.decode(tokenizer.chat("an expert \N{GRINNING FACE}"))
+
+
+def make_packed_checkpoint(directory: Path) -> None:
+    source = made_programs.checkpoint("mixtral")
+    model = checkpoint.load_model(source)
+    moepack.quantize_(model)
+    checkpoint.save_packed(model, source, directory, force=True)
+
+
+def read_checkpoint(directory: Path, draw: random.Random) -> None:
+    if draw.random() < 0.7:
+        inspect(directory, verify=True)
+    else:
+        checkpoint.load_model(directory)
+
+
+def make_blobs(directory: Path) -> None:
+    for number, (name, order) in enumerate((("int4-g32", "gate_up"), ("int8-g64", "plain"))):
+        matrix = quantize(torch.randn(32, 128), name)
+        blob = packing.pack(matrix, "gate_up" if order == "gate_up" else "plain")
+        (directory / f"{number}.blob").write_bytes(blob.numpy().tobytes())
+        universal = universal_blob.pack_universal(matrix)
+        (directory / f"{number}.universal").write_bytes(universal.numpy().tobytes())
+
+
+def read_blobs(directory: Path, draw: random.Random) -> None:
+    for path in sorted(directory.glob("*.blob")):
+        inspect(path, verify=True)
+        packing.unpack(_bytes(path))
+    for path in sorted(directory.glob("*.universal")):
+        own = 32 if path.stem == "0" else 64
+        shape = [32, 128, own]
+        if draw.random() < 0.2:
+            shape[draw.randrange(3)] = draw.choice((-1, 0, 16, 128, 1 << 40))
+        universal_blob.unpack_universal(_bytes(path), *shape)
+
+
+def _bytes(path: Path) -> torch.Tensor:
+    return torch.frombuffer(bytearray(path.read_bytes() or b"\0"), dtype=torch.uint8)
+
+
+class NativeLoad:
+    """Loads and runs programs in a process of its own, started again when it has died."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._start()
+
+    def _start(self) -> None:
+        self._here, there = self._context.Pipe()
+        self._process = self._context.Process(target=_serve_loads, args=(there,), daemon=True)
+        self._process.start()
+        there.close()
+
+    def __call__(self, directory: Path) -> None:
+        self._here.send(directory)
+        try:
+            if not self._here.poll(60):
+                self._process.kill()
+                raise RuntimeError("the load did not end within 60 seconds")
+            error = self._here.recv()
+        except (EOFError, RuntimeError, ConnectionError) as gone:
+            self._process.join()
+            code = self._process.exitcode
+            self._start()
+            raise RuntimeError(f"the loading process ended with {code}: {gone}") from gone
+        if error is not None:
+            raise error
+
+
+@functools.cache
+def _native_load() -> NativeLoad:
+    return NativeLoad()
+
+
+def read_natively(directory: Path, draw: random.Random) -> None:
+    _native_load()(directory)
+
+
+def _serve_loads(connection: Connection) -> None:
+    from moepack.runtime import Program
+
+    torch.set_num_threads(1)
+    while True:
+        directory = connection.recv()
+        try:
+            Program.load(directory, threads=1).logits([3, 1, 4])
+            connection.send(None)
+        except MoePackError as error:
+            connection.send(MoePackError(str(error)))
+        except BaseException as error:
+            connection.send(RuntimeError("".join(traceback.format_exception(error))))
+
+
+TARGETS = {
+    "blobs": Target(make_blobs, read_blobs),
+    "program": Target(make_program, read_program),
+    "tokenizer": Target(make_program, read_tokenizer, "*token*"),
+    "checkpoint": Target(make_packed_checkpoint, read_checkpoint),
+    "load": Target(make_program, read_natively),
+}
+
+
+class Fuzzer:
+    """One target: a directory that is damaged, read, and mended."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name = name
+        self._target = TARGETS[name]
+        self._directory = directory
+        directory.mkdir(parents=True)
+        self._target.make(directory)
+        self._files = sorted(path for path in directory.glob(self._target.files) if path.is_file())
+        self._contents = {path: path.read_bytes() for path in self._files}
+        self._target.read(directory, Ordinary(0))
+        self.answers: Counter[str] = Counter()
+
+    def run(self, seed: int, number: int) -> str | None:
+        """One input; the text of a finding if there is one."""
+        draw = random.Random(f"{self.name} {seed} {number}")
+        path = draw.choice(self._files)
+        path.write_bytes(damaged(self._contents[path], draw))
+        try:
+            with redirect_stderr(StringIO()):
+                self._target.read(self._directory, draw)
+            self.answers["accepted"] += 1
+        except MoePackError:
+            self.answers["refused"] += 1
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            return f"{path.name}: {''.join(traceback.format_exception(error))}"
+        finally:
+            path.write_bytes(self._contents[path])
+        return None
+
+
+def fuzz(fuzzer: Fuzzer, seconds: float, seed: int, first: int, count: int) -> list[str]:
+    findings: list[str] = []
+    begin, number = time.monotonic(), first
+    while number < first + count and time.monotonic() - begin < seconds and len(findings) < 5:
+        found = fuzzer.run(seed, number)
+        if found is not None:
+            repeat = f"--seed {seed} --first {number} --count 1 {fuzzer.name}"
+            findings.append(f"{repeat}\n{found}")
+            print(f"finding: {findings[-1]}", flush=True)
+        number += 1
+    answers = ", ".join(f"{n} {answer}" for answer, n in sorted(fuzzer.answers.items()))
+    print(
+        f"{fuzzer.name}: seed {seed}, {number - first} inputs in {time.monotonic() - begin:.0f} s, "
+        f"{answers}, {len(findings) or 'no'} findings",
+        flush=True,
+    )
+    return findings
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=5, help="for each target")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=1 << 60)
+    parser.add_argument("targets", nargs="*", default=list(TARGETS))
+    options = parser.parse_args()
+    findings: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="moepack-fuzz-") as folder:
+        for name in options.targets:
+            fuzzer = Fuzzer(name, Path(folder) / name)
+            findings += fuzz(fuzzer, options.seconds, options.seed, options.first, options.count)
+    return bool(findings)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    raise SystemExit(main())
