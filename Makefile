@@ -9,10 +9,10 @@ BIN := $(VENV)/bin
 QUIET ?= --quiet
 PIP := $(BIN)/pip install $(QUIET) --disable-pip-version-check
 SOURCES := $(shell find cpp -type f) CMakeLists.txt pyproject.toml python/moepack/__init__.py
-CXX_FILES = $(shell git ls-files --cached --others --exclude-standard cpp tests/cpp | grep -E '\.(cpp|h)$$')
+CXX_FILES = $(shell git ls-files --cached --others --exclude-standard cpp tests/cpp tests/fuzz | grep -E '\.(cpp|h)$$')
 
 .DEFAULT_GOAL := install
-.PHONY: install demo test test-all test-arm test-instructions update-instructions test-cpp test-python test-python-all lint format gtest clean
+.PHONY: install demo test test-all test-arm test-instructions update-instructions test-cpp test-python test-python-all test-sanitizers fuzz lint format gtest clean
 
 install: $(VENV)/.installed
 
@@ -32,13 +32,26 @@ test-cpp: build/cpp/build.ninja
 	$(BIN)/cmake --build build/cpp --parallel $(JOBS) -- --quiet
 	$(BIN)/ctest --test-dir build/cpp --output-on-failure --no-tests=error --parallel $(JOBS)
 
-# Every NEON kernel against the scalar one, on an emulated CPU that has all extensions, dot products only, or neither.
-test-arm: $(VENV)/.build-tools
-	$(BIN)/cmake -S . -B build/arm -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) --log-level=WARNING \
-	  -DCMAKE_TOOLCHAIN_FILE=$(abspath cpp/cmake/aarch64-linux-gnu.cmake) -DCMAKE_EXE_LINKER_FLAGS=-static \
-	  -DCMAKE_COMPILE_WARNING_AS_ERROR=ON -DMOEPACK_BUILD_SELFTEST=ON
-	$(BIN)/cmake --build build/arm --parallel $(JOBS) -- --quiet
-	for cpu in max cortex-a76 cortex-a57; do qemu-aarch64-static -cpu $$cpu build/arm/cpp/selftest/moepack_selftest || exit; done
+# On an emulated CPU that has all extensions, dot products only, or neither: every NEON kernel against the scalar one, then
+# programs that are exported here, through the runner.
+EMULATED = QEMU_LD_PREFIX=/usr/aarch64-linux-gnu qemu-aarch64-static
+test-arm: $(VENV)/.tools build/executorch-aarch64/.unpacked
+	$(BIN)/cmake --preset linux-aarch64 -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) --log-level=WARNING \
+	  -Dexecutorch_ROOT=$(abspath build/executorch-aarch64/executorch) -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -DCMAKE_COMPILE_WARNING_AS_ERROR=ON -DMOEPACK_BUILD_RUNNER=ON -DMOEPACK_BUILD_SELFTEST=ON
+	$(BIN)/cmake --build build/linux-aarch64 --parallel $(JOBS) -- --quiet
+	for cpu in max cortex-a76 cortex-a57; do \
+	  $(EMULATED) -cpu $$cpu build/linux-aarch64/cpp/selftest/moepack_selftest || exit; done
+	MOEPACK_ARM_BUILD=$(abspath build/linux-aarch64) $(BIN)/python -m pytest tests/python/test_arm.py
+
+# ExecuTorch's headers and libraries for aarch64, from its wheel; nothing of it is installed.
+build/executorch-aarch64/.unpacked: pyproject.toml | $(VENV)/.build-tools
+	@rm -rf $(@D) && mkdir -p $(@D)
+	$(BIN)/pip download $(QUIET) --disable-pip-version-check --dest $(@D) --no-deps --only-binary=:all: \
+	  --platform manylinux_2_28_aarch64 \
+	  $$($(call requirements,[r for r in p["project"]["dependencies"] if r.startswith("executorch")]))
+	@cd $(@D) && $(abspath $(BIN)/python) -m zipfile -e *.whl .
+	@touch $@
 
 # Instructions per multiply-accumulate, of the native kernels and those for Arm, against the committed figures.
 SELFTEST = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) --log-level=WARNING \
@@ -50,6 +63,33 @@ test-instructions update-instructions: $(VENV)/.build-tools
 	  $(BIN)/cmake --build $$build --parallel $(JOBS) -- --quiet || exit; done
 	$(BIN)/python tests/bench/instructions.py $(if $(filter update%,$@),--update) \
 	  build/selftest/cpp/selftest/moepack_selftest build/selftest-arm/cpp/selftest/moepack_selftest
+
+# All C++ tests with AddressSanitizer and UBSan, those of threads with ThreadSanitizer. The latter, of gcc 12, cannot map
+# its shadow where addresses are too random.
+THREADED = experts_test ffn_test tasks_test
+FIXED_ADDRESSES = $(shell setarch -R true 2> /dev/null && echo setarch -R)
+test-sanitizers: build/address/build.ninja build/thread/build.ninja
+	$(BIN)/cmake --build build/address --parallel $(JOBS) -- --quiet
+	$(BIN)/ctest --test-dir build/address --output-on-failure --no-tests=error --parallel $(JOBS)
+	$(BIN)/cmake --build build/thread --parallel $(JOBS) --target $(THREADED) -- --quiet
+	for test in $(THREADED); do $(FIXED_ADDRESSES) build/thread/tests/cpp/$$test --gtest_brief=1 || exit; done
+
+# The same inputs each time; another FUZZ_SEED gives others. Seconds are per target, of which there are seven.
+FUZZ_SECONDS ?= 8
+FUZZ_SEED ?= 1
+FUZZ = --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+fuzz: build/address/build.ninja $(VENV)/.tools
+	$(BIN)/cmake --build build/address --parallel $(JOBS) --target packed_fuzz op_fuzz -- --quiet
+	build/address/tests/fuzz/packed_fuzz $(FUZZ)
+	build/address/tests/fuzz/op_fuzz $(FUZZ)
+	$(BIN)/python tests/fuzz/readers.py $(FUZZ)
+
+SANITIZED = $(BIN)/cmake -S . -B $(@D) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) --log-level=WARNING \
+  -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_COMPILE_WARNING_AS_ERROR=ON -DMOEPACK_BUILD_TESTS=ON
+build/address/build.ninja: CMakeLists.txt | $(VENV)/.tools gtest
+	$(SANITIZED) -DMOEPACK_SANITIZE=address,undefined -DMOEPACK_BUILD_EXECUTORCH=ON -DMOEPACK_BUILD_FUZZERS=ON
+build/thread/build.ninja: CMakeLists.txt | $(VENV)/.tools gtest
+	$(SANITIZED) -DMOEPACK_SANITIZE=thread
 
 # The bindings that need torch or Python are compiled in build/python, everything else in build/cpp.
 TIDY = xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy --quiet --extra-arg=-Wno-unknown-warning-option -p

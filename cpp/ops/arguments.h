@@ -115,6 +115,34 @@ void for_each_given(Call& call, F f) {
     if (argument->given) f(*argument);
 }
 
+// Of the dtypes that check() lets pass.
+inline std::int64_t element_bytes(int element) {
+  switch (static_cast<Element>(element)) {
+    case Element::uint8:
+      return 1;
+    case Element::int64:
+      return 8;
+    case Element::float32:
+      return 4;
+    default:
+      return 2;
+  }
+}
+
+// The first input that lies, in part, within the `bytes` at `out`, or nullptr. Written over the ids, an output would
+// undo the check of them. The call has been checked and has its data.
+inline const char* input_within(Call& call, const void* out, std::size_t bytes) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(out), end = begin + bytes;
+  const char* found = nullptr;
+  for_each_given(call, [&](const TensorArgument& argument) {
+    std::int64_t length = element_bytes(argument.element);
+    for (int i = 0; i < argument.rank; ++i) length *= argument.sizes[i];
+    const auto data = reinterpret_cast<std::uintptr_t>(argument.data);
+    if (!found && data < end && begin < data + static_cast<std::size_t>(length)) found = argument.name;
+  });
+  return found;
+}
+
 // A dimension that is expected, by its letter in op.md.
 struct Dimension {
   const char* letter;

@@ -92,8 +92,8 @@ class RuntimeStack {
   Status status_;
 };
 
-// Gives `out` the shape of x. An output whose dtype, order or capacity does not fit is refused.
-inline Status shape_output(const Call& call, Tensor& out) {
+// Gives `out` the shape of x. An output whose dtype, order, capacity or place does not fit is refused.
+inline Status shape_output(Call& call, Tensor& out) {
   if (static_cast<int>(out.scalar_type()) != call.x.element)
     return Status::error("out: got %s, expected the dtype of x, %s", element_name(static_cast<int>(out.scalar_type())),
                          element_name(call.x.element));
@@ -103,6 +103,8 @@ inline Status shape_output(const Call& call, Tensor& out) {
       executorch::runtime::resize_tensor(out, {sizes, 2}) != Error::Ok)
     return Status::error("out: cannot take the shape [T=%d, D=%d]", sizes[0], sizes[1]);
   if (out.numel() > 0 && !out.mutable_data_ptr()) return Status::error("out: has no data");
+  if (const char* input = input_within(call, out.const_data_ptr(), out.nbytes()))
+    return Status::error("out: shares memory with %s; it needs memory of its own", input);
   return {};
 }
 

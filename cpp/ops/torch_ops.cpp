@@ -136,17 +136,7 @@ void functional(StableIValue* stack, std::uint64_t, std::uint64_t) {
 }
 
 bool overlaps(Call& call, const Tensor& out) {
-  const auto begin = reinterpret_cast<std::uintptr_t>(out.const_data_ptr());
-  const auto end = begin + out.numel() * out.element_size();
-  bool found = false;
-  moepack::ops::for_each_given(call, [&](const TensorArgument& argument) {
-    std::int64_t count = 1;
-    for (int i = 0; i < argument.rank; ++i) count *= argument.sizes[i];
-    constexpr std::int64_t kLargestElement = 8;
-    const auto data = reinterpret_cast<std::uintptr_t>(argument.data);
-    found = found || (data < end && begin < data + count * kLargestElement);
-  });
-  return found;
+  return moepack::ops::input_within(call, out.const_data_ptr(), out.numel() * out.element_size()) != nullptr;
 }
 
 template <bool routed>

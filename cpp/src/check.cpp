@@ -21,8 +21,9 @@ Status check_shape(const Shape& s) {
   if (s.D < 1 || s.F < 1 || s.E < 1 || s.D > kMaxDim || s.F > kMaxDim || s.E > kMaxDim)
     return Status::error("model width %lld, hidden_dim %lld and %lld experts have to be at least 1 and below 2^29",
                          static_cast<long long>(s.D), static_cast<long long>(s.F), static_cast<long long>(s.E));
-  if (s.K < 1)
-    return Status::error("%lld activated experts per token; at least 1 is needed", static_cast<long long>(s.K));
+  if (s.K < 1 || s.K > kMaxDim)
+    return Status::error("%lld activated experts per token; at least 1 and fewer than 2^29 are supported",
+                         static_cast<long long>(s.K));
   return {};
 }
 

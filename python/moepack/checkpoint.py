@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from moepack import placement
@@ -59,7 +65,7 @@ def load_model(directory: Path) -> PreTrainedModel:
         if not config.get("quantization_config"):
             completeness.require_float(directory)
         # Asked to ignore other shapes, it reports them; else its error points to a hidden log.
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = _auto_class(_config(directory)).from_pretrained(
             directory,
             dtype=torch.float32,
             local_files_only=True,
@@ -75,9 +81,9 @@ def empty_model(directory: Path) -> PreTrainedModel:
     """The model of the directory's config.json without weights, on the meta device."""
     _require_checkpoint(directory)
     with _reported(directory), _quiet():
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = _config(directory)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config).eval()
+            return _auto_class(config).from_config(config).eval()
 
 
 def save_packed(model: nn.Module, source: Path, out: Path, *, force: bool = False) -> Path:
@@ -109,8 +115,8 @@ def _load_packed(directory: Path) -> PreTrainedModel:
             f"{directory}: packed checkpoint format {description['format']}, this moepack reads up "
             f"to {FORMAT}; use a newer moepack"
         )
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    config = _config(directory)
+    model = _auto_class(config).from_config(config, dtype=torch.float32).eval()
     tensors = load_file(directory / _WEIGHTS)
     found = find_blocks(model)
     for path, block in description["blocks"].items():
@@ -121,6 +127,16 @@ def _load_packed(directory: Path) -> PreTrainedModel:
     model.load_state_dict(tensors, assign=True)
     model.tie_weights()
     return model.requires_grad_(False)
+
+
+def _config(directory: Path) -> Any:
+    return AutoConfig.from_pretrained(directory, local_files_only=True)
+
+
+def _auto_class(config: Any) -> Any:
+    """Encoders with decoders are read, packed and written too, though nothing exports them."""
+    is_pair = getattr(config, "is_encoder_decoder", False)
+    return AutoModelForSeq2SeqLM if is_pair else AutoModelForCausalLM
 
 
 def _block_at(path: str, found: Sequence[FoundBlock], directory: Path) -> FoundBlock:

@@ -128,6 +128,7 @@ def measure(gib: float, weights_file: bool, folder: Path) -> dict[str, Any]:
         "packed_bytes": packed,
         "written_bytes": written,
         "export_seconds": round(seconds, 1),
+        "anonymous_bytes_before": exporting.before,
         "export_anonymous_bytes": exporting.peak - exporting.before,
         "export_ratio": round((exporting.peak - exporting.before) / packed, 4),
         "run_anonymous_bytes": running.peak - running.before,

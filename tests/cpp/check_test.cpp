@@ -103,6 +103,7 @@ TEST_F(CheckExperts, Shapes) {
       {"below 2^29", [](Shape& s) { s.E = INT64_MAX / 2; }},
       {"0 activated experts", [](Shape& s) { s.K = 0; }},
       {"-3 activated experts", [](Shape& s) { s.K = -3; }},
+      {"fewer than 2^29", [](Shape& s) { s.K = std::int64_t{1} << 29; }},  // sizes of the workspace would overflow
   };
   for (const auto& [text, change] : changes) {
     shape_ = layer_.shape(3, 2);

@@ -71,6 +71,25 @@ TEST(ExpertsMemory, ACallAllocatesNothing) {
   EXPECT_TRUE(status.ok());
 }
 
+TEST(ExpertsMemory, ACallWithTheRouterAllocatesNothing) {
+  const Layer l = layer(*find_scheme("int8-g64"), 48, 160, 4, true);
+  const Shape shape = l.shape(40, 2);
+  const ExpertAttributes attributes = l.attributes();
+  RoutingAttributes routing;
+  routing.score_func = "softmax_all";
+  routing.group_score = "max";
+  routing.router_dtype = "bfloat16";
+  ASSERT_TRUE(check_routing(shape, routing).ok());
+  const Floats x = activations(40, 48), gate = activations(4, 48);
+  Floats out(x.size());
+  made::Workspace workspace(ffn_workspace_bytes(shape, attributes, 1));
+  const long before = allocations;
+  const Status status = quantized_moe_ffn(shape, routing, {nullptr, gate.data()}, attributes, l.tensors(), x.data(),
+                                          DType::f32, out.data(), workspace.base(), serial());
+  EXPECT_EQ(allocations - before, 0);
+  EXPECT_TRUE(status.ok()) << status.message();
+}
+
 TEST(ExpertsMemory, WorkspaceDoesNotGrowWithTheTokens) {
   const Layer l = layer(*find_scheme("int4-g32"), 48, 160, 4);
   const auto bytes = [&](std::int64_t T) { return experts_workspace_bytes(l.shape(T, 4), l.attributes(), 4); };

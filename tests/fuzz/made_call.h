@@ -34,6 +34,8 @@ struct Plan {
   std::string_view layout, activation;
   Element x;
 
+  bool departed = false;
+
   bool gated() const { return activation.substr(0, 4) != "relu"; }
   ExpertAttributes attributes() const {
     ExpertAttributes a;
@@ -63,6 +65,9 @@ inline Plan make_plan(Choices& choices) {
   s.E = 1 + choices.below(6);
   s.K = 1 + choices.below(plan.routed ? s.E : 4);
   s.T = many_tokens ? 4097 / s.K + choices.below(40) : choices.below(6);
+  // Without tokens, tensors of any size are there.
+  plan.departed = s.T == 0 && !plan.routed && choices.one_in(4);
+  if (plan.departed) s.K = std::max<std::int64_t>(0, choices.integer());
   return plan;
 }
 
@@ -244,7 +249,7 @@ class MadeStack {
   std::deque<double> numbers_;
   std::deque<bool> flags_;
   std::deque<std::string_view> texts_;
-  bool has_bias13_ = false, departed_ = false, oversized_ = false;
+  bool has_bias13_ = false, departed_ = plan_.departed, oversized_ = false;
   std::deque<Memory> memories_;
 };
 

@@ -59,7 +59,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_convert_there_and_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     packed, there, back = (tmp_path / name for name in ("packed", "there", "back"))
-    json_of(capsys, "quantize", checkpoint("mixtral"), "-o", packed, "--threads", 1)
+    json_of(capsys, "quantize", checkpoint("mixtral"), "-o", packed, "--threads", "1")
     found = json_of(capsys, "convert", packed, "-o", there, "--layout", "torchao")
     assert found["changed_scales"] == 0
     assert found["scales"] > 0

@@ -24,6 +24,7 @@ FAMILIES = {
     "deepseek_v4": "two kinds of routers outside",
     "dbrx": "a whole block",
     "jetmoe": "a whole block, beside attention experts",
+    "nllb-moe": "one by one, in a block's own code",
 }
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import moepack
+import tiny_models
 from made_programs import (
     CONTEXT,
     FAMILIES,
@@ -29,10 +30,11 @@ from moepack.exporter import export, lowering
 from moepack.exporter.decoder import cached_decoder
 from moepack.exporter.experts import router_paths
 from moepack.exporter.linears import Int8Embedding, quantize_embedding
-from moepack.manifest import Manifest, content_differences
+from moepack.manifest import PROGRAM, WEIGHTS, Manifest, content_differences
 from moepack.modules import QuantizedMoEFFN
 from moepack.program_file import open_program
 from moepack.runtime import Generation, Program
+from moepack.weights_file import open_weights
 
 PROMPT = list(range(3, 20))
 
@@ -219,28 +221,33 @@ def test_model_without_experts_is_refused(tmp_path: Path) -> None:
         export(LlamaForCausalLM(config), tmp_path / "out")
 
 
-def test_window_shorter_than_the_export_is_refused_and_is_the_default_length(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = made_model("mixtral", sliding_window=24)
-    with pytest.raises(UnsupportedError, match=r"window of 24.*--max-seq-len 24"):
-        export(
-            model,
-            tmp_path / "out",
-            linear="float",
-            embedding="float",
-            max_seq_len=25,
-        )
-    lengths = []
+# Windows of 8 tokens, which prompt and continuation pass.
+CACHES = [
+    "gpt_oss",
+    "qwen3_next",
+    pytest.param("gemma4_text", marks=pytest.mark.slow),
+    pytest.param("deepseek_v32", marks=pytest.mark.slow),
+    pytest.param("lfm2_moe", marks=pytest.mark.slow),
+    pytest.param("nemotron_h", marks=pytest.mark.slow),
+]
 
-    def note(module: Any, example: Any, shapes: Any, constants: Any, path: Path) -> None:
-        lengths.append(constants["get_max_seq_len"])
-        raise MoePackError("far enough")
 
-    monkeypatch.setattr(lowering, "write_program", note)
-    with pytest.raises(MoePackError, match="far enough"):
-        export(model, tmp_path / "out", linear="float", embedding="float")
-    assert lengths == [24]
+@pytest.mark.parametrize("family", CACHES)
+def test_tokens_are_those_of_generate_past_the_window(family: str, tmp_path: Path) -> None:
+    model: Any = moepack.quantize_(tiny_models.build(family), "int8-g32").model
+    ids = tiny_models.tokens(17)
+    settings = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
+    with torch.inference_mode():
+        expected = model.generate(ids, **settings)[0, 17:].tolist()
+    export(model, tmp_path / "out", max_seq_len=40, linear="float", embedding="float")
+    program = Program.load(tmp_path / "out")
+    program.eos_ids = frozenset()
+    for _ in range(2):  # the second text finds what the first left in the cache
+        assert list(Generation(program, ids[0].tolist(), max_new_tokens=20)) == expected
+    sizes = program.manifest.methods["forward"]["T"] if program.manifest else None
+    one_by_one = family not in ("gpt_oss", "gemma4_text", "deepseek_v32")
+    assert sizes == {"min": 1, "max": 1 if one_by_one else 40}
+    assert program.tokens_per_call == (1 if one_by_one else 40)
 
 
 def test_int8_embedding_is_within_half_a_step(tmp_path: Path) -> None:
@@ -311,3 +318,34 @@ def test_nothing_to_pack_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NoMoEBlock, match="nothing to pack"):
         export(checkpoint("mixtral"), tmp_path / "out", exclude=["*"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_experts_left_in_float_are_refused_before_any_work(tmp_path: Path) -> None:
+    where = "model.layers.1.mlp"
+    with pytest.raises(UnsupportedError, match=rf"^{where}: .*stay in float.*recipe=.*{where}"):
+        export(checkpoint("qwen3_moe"), tmp_path / "out", exclude=["*.layers.1.*"])
+    with pytest.raises(UnsupportedError, match=f"^{where}: "):
+        export(checkpoint("qwen3_moe"), tmp_path / "out", recipe={where: "float"})
+    model = made_model("qwen3_moe")
+    moepack.quantize_(model, exclude=where)
+    with pytest.raises(UnsupportedError, match=f"^{where}: "):
+        export(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_apart_are_the_same_program(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options: dict[str, Any] = {"linear": "float", "embedding": "float", "logits": "all"}
+    export(checkpoint("qwen3_moe"), out, weights_file=True, **options)
+    one_file = exported("qwen3_moe")
+    assert (out / WEIGHTS).stat().st_size > 10 * (out / PROGRAM).stat().st_size
+    ids = torch.arange(3, 20)
+    apart, together = Program.load(out, verify=True), Program.load(one_file)
+    assert torch.equal(apart.logits(ids), together.logits(ids))
+    assert WEIGHTS in (out / "README.md").read_text(encoding="utf-8")
+    weights = open_weights(out / WEIGHTS)
+    packed = [stored for stored in weights.stored.values() if stored.shape and stored.shape[0] == 8]
+    assert packed
+    assert all(stored.segment.offset % 64 == 0 for stored in weights.stored.values())
+    export(checkpoint("qwen3_moe"), out, force=True, **options)  # replaces that file, too
+    assert not (out / WEIGHTS).exists()

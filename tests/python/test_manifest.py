@@ -55,6 +55,14 @@ def test_newer_format_is_refused_by_number(tmp_path: Path) -> None:
         Manifest.read(tmp_path)
 
 
+def test_first_format_is_read(tmp_path: Path) -> None:
+    """It knew no weights in a file of their own."""
+    content = Manifest.read(exported()).to_json() | {"format": 1}
+    assert content.pop("weights_structure_sha256") is None
+    (tmp_path / FILE_NAME).write_text(json.dumps(content), encoding="utf-8")
+    assert Manifest.read(tmp_path).files == Manifest.read(exported()).files
+
+
 def test_other_directories_are_named(tmp_path: Path) -> None:
     with pytest.raises(MoePackError, match="moepack export"):
         Manifest.read(tmp_path)

@@ -4,57 +4,42 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 import moepack
 import pages
+from cmake_builds import ROOT, build_runner, install_moepack, jobs, wheel
 from moepack.exporter import export
+from moepack.exporter.lowering import write_program
 from moepack.runtime import Generation, Program
+from moepack.tokenizer import Tokenizer
+from one_layer import CONSTANTS, CONTEXT, OneLayer, damaged, one_layer, one_layer_program
 
-ROOT = Path(__file__).parents[2]
 DEMO = Path(moepack.__file__).parent / "demo/model"
+PAGE = pages.DOCS / "how-to/integrate-cpp.md"
 PROMPT = [362, 988, 428]  # "The old man"
 
 pytestmark = pytest.mark.slow
 
 
-def cmake(*arguments: str | Path) -> None:
-    command = [Path(sys.executable).with_name("cmake"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-
-
-@cache
-def wheel() -> Path:
-    import executorch
-
-    return Path(next(iter(executorch.__path__)))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the page's commands were followed."""
+    folder = tmp_path_factory.mktemp("page")
+    pages.shell(
+        pages.section(PAGE, "Build"), folder, MOEPACK=ROOT, CMAKE_BUILD_PARALLEL_LEVEL=jobs()
+    )
+    return folder
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runner")
-    library, prefix, build = folder / "moepack", folder / "prefix", folder / "build"
-    make = ("-G", "Unix Makefiles")
-    python = f"-DPython_EXECUTABLE={sys.executable}"
-    options = (python, "-DMOEPACK_BUILD_EXECUTORCH=ON", f"-DCMAKE_INSTALL_PREFIX={prefix}")
-    cmake("-S", ROOT, "-B", library, *make, *options)
-    jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count()))
-    cmake("--build", library, "--parallel", jobs)
-    cmake("--install", library)
-    # Copied out of the repository, as the page says.
-    source = folder / "copied"
-    source.mkdir()
-    for file in (ROOT / "cpp/runner").iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
-    cmake("-S", source, "-B", build, *make, f"-DCMAKE_PREFIX_PATH={prefix};{wheel()}")
-    cmake("--build", build)
-    return build / "moepack_runner"
+def runner(folder: Path) -> Path:
+    return folder / "build/runner/moepack_runner"
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +47,11 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("demo") / "out"
     export(DEMO, out, max_seq_len=64)
     return out / "model.pte"
+
+
+def written(done: subprocess.CompletedProcess[str]) -> list[int]:
+    assert done.returncode == 0, done.stderr
+    return [int(token) for token in done.stdout.split()]
 
 
 def call(
@@ -80,19 +70,130 @@ def test_the_same_tokens_as_in_python(runner: Path, program: Path) -> None:
     loaded = Program.load(program)
     for limit in (1, 20):
         done = call(runner, program, "--max-new-tokens", str(limit))
-        assert done.returncode == 0, done.stderr
-        expected = list(Generation(loaded, PROMPT, max_new_tokens=limit))
-        assert [int(token) for token in done.stdout.split()] == expected
+        assert written(done) == list(Generation(loaded, PROMPT, max_new_tokens=limit))
         assert f"prompt: {len(PROMPT)} tokens" in done.stderr
-    done = call(runner, program)
-    assert [int(token) for token in done.stdout.split()] == list(Generation(loaded, PROMPT))
+    everything = list(Generation(loaded, PROMPT))
+    assert written(call(runner, program)) == everything
+    options = ("--threads", "3", "--huge-pages", "--verify")
+    assert written(call(runner, program, *options)) == everything
 
 
-def test_the_page_makes_text(runner: Path, program: Path, tmp_path: Path) -> None:
-    (tmp_path / "build").mkdir()
-    (tmp_path / "build/runner").symlink_to(runner.parent)
-    commands = pages.section(pages.DOCS / "how-to/integrate-cpp.md", "Run")
-    assert len(pages.shell(commands, tmp_path, MODEL=program.parent).split()) > 10
+@pytest.mark.parametrize(("tokens", "apart"), [(1, False), (2, False), (CONTEXT, True)])
+def test_prompts_are_fed_as_the_program_takes_them(runner: Path, tokens: int, apart: bool) -> None:
+    files = one_layer_program(tokens, apart=apart)
+    prompt = [5, 300, 7]
+    done = call(runner, *files, "--max-new-tokens", "12", ids=prompt)
+    assert written(done) == one_layer().greedy(prompt, 12)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_verify_reads_every_checksum(runner: Path, tmp_path: Path, apart: bool) -> None:
+    files = one_layer_program(CONTEXT, apart=apart)
+    few = ("--max-new-tokens", "2")
+    done = call(runner, *files, *few, "--verify")
+    assert "verified: 64 packed matrices" in done.stderr
+    broken = damaged(Path(files[-1]), tmp_path / "damaged")
+    files = (*files[:-1], broken)
+    assert call(runner, *files, *few).returncode == 0
+    done = call(runner, *files, *few, "--verify")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "of expert 1: the payload's checksum is" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_verify_needs_something_to_verify(runner: Path, tmp_path: Path) -> None:
+    class Dense(OneLayer):
+        def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+            return ((self.embedding[ids[0]] + self.places[positions]) @ self.embedding.T)[None, -1:]
+
+    path = tmp_path / "dense.pte"
+    example = (torch.zeros(1, 1, dtype=torch.long), torch.arange(1))
+    write_program(Dense(one_layer().block), example, None, CONSTANTS, path)
+    assert call(runner, path, "--max-new-tokens", "2").returncode == 0
+    done = call(runner, path, "--verify")
+    assert done.returncode == 1
+    assert "nothing to verify" in done.stderr
+
+
+def most_anonymous_bytes(runner: Path, *arguments: str | Path) -> int:
+    """While the runner decodes until the context ends."""
+    process = subprocess.Popen(
+        [str(runner), *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write("1 2 3")
+    process.stdin.close()
+    most = 0
+    status = Path(f"/proc/{process.pid}/status")
+    while process.poll() is None:
+        anonymous = [line for line in status.read_text().splitlines() if "RssAnon" in line]
+        most = max([most, *(1024 * int(line.split()[1]) for line in anonymous)])
+    assert process.stderr is not None
+    assert process.returncode == 0, process.stderr.read()
+    return most
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_mapped_weights_take_no_memory(runner: Path, apart: bool) -> None:
+    files = one_layer_program(CONTEXT, apart=apart)
+    weights = 57 << 20
+    assert Path(files[-1]).stat().st_size > weights
+    assert most_anonymous_bytes(runner, *files) < weights / 2
+    # The measurement sees a copy where there is one.
+    assert most_anonymous_bytes(runner, *files, "--huge-pages") > weights
+
+
+def test_huge_pages_are_used(runner: Path) -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.is_file() or "[never]" in setting.read_text():
+        pytest.skip("this system has no transparent huge pages")
+    done = call(runner, *one_layer_program(CONTEXT), "--huge-pages", ids=[1])
+    assert done.returncode == 0, done.stderr
+    (found,) = (line.split()[-2] for line in done.stderr.splitlines() if "on huge pages" in line)
+    assert int(found) >= 40
+
+
+def test_without_a_tokenizer_library_text_is_refused(runner: Path, program: Path) -> None:
+    tokenizer = program.with_name("tokenizer.json")
+    done = call(runner, program, "--tokenizer", tokenizer, "--prompt", "The old man")
+    assert done.returncode == 1
+    assert "this build has none, for CMake found no package 'tokenizers'" in done.stderr
+
+
+@pytest.mark.skipif(
+    "MOEPACK_TOKENIZERS" not in os.environ,
+    reason="MOEPACK_TOKENIZERS names no prefix where meta-pytorch/tokenizers is installed",
+)
+def test_text_with_the_tokenizer_library(prefix: Path, program: Path, tmp_path: Path) -> None:
+    text = build_runner(
+        tmp_path / "runner", folder / "prefix", wheel(), os.environ["MOEPACK_TOKENIZERS"]
+    )
+    loaded = Program.load(program)
+    tokenizer = Tokenizer.load(program.parent)
+    files = (program, "--tokenizer", program.with_name("tokenizer.json"))
+    for prompt in (
+        "The old man",
+        "In the beginning",
+        "na\N{LATIN SMALL LETTER I WITH DIAERESIS}ve",
+    ):
+        done = call(text, *files, "--max-new-tokens", "20", "--prompt", prompt)
+        ids = list(Generation(loaded, tokenizer.encode(prompt), max_new_tokens=20))
+        assert done.stdout.removesuffix("\n") == tokenizer.decode(ids, skip_special=False)
+    broken = tmp_path / "tokenizer.json"
+    broken.write_text("{", encoding="utf-8")
+    done = call(text, program, "--tokenizer", broken, "--prompt", "x")
+    assert done.returncode == 1
+    assert "is no tokenizer that can be read" in done.stderr.splitlines()[-1]
+
+
+def test_the_page_makes_text(folder: Path, program: Path) -> None:
+    text = pages.shell(pages.section(PAGE, "Run"), folder, MODEL=program.parent)
+    assert len(text.split()) > 10
 
 
 def test_errors_are_one_line(runner: Path, program: Path, tmp_path: Path) -> None:
@@ -102,7 +203,12 @@ def test_errors_are_one_line(runner: Path, program: Path, tmp_path: Path) -> Non
     text.write_text("no program " * 100, encoding="utf-8")
     cases: list[tuple[list[str | Path], Sequence[object], str]] = [
         ([], PROMPT, "usage"),
-        (["--threads", "2"], PROMPT, "unknown argument '--threads'"),
+        (["--thread", "2"], PROMPT, "unknown argument '--thread'"),
+        ([program, "--threads", "0"], PROMPT, "from 1 to 1024"),
+        ([program, "--threads", "1025"], PROMPT, "from 1 to 1024"),
+        ([program, "--prompt", "x"], PROMPT, "--prompt needs --tokenizer"),
+        ([program, "--bos"], PROMPT, "--bos needs --tokenizer"),
+        ([program, "--tokenizer", "x"], PROMPT, "--tokenizer needs --prompt"),
         ([program, "--max-new-tokens", "0"], PROMPT, "at least 1"),
         ([program, "--max-new-tokens"], PROMPT, "needs a value"),
         ([program], ["x"], "expected token ids"),
@@ -110,10 +216,11 @@ def test_errors_are_one_line(runner: Path, program: Path, tmp_path: Path) -> Non
         ([program], [2048], "the vocabulary is 0 to 2047"),
         ([program], [-1], "the vocabulary is 0 to 2047"),
         ([program], [1] * 65, "the context ends at 64"),
-        (["/no/such.pte"], PROMPT, "/no/such.pte: is no program"),
+        (["/no/such.pte"], PROMPT, "/no/such.pte: cannot be opened"),
+        ([program, "--weights", "/no/such.ptd"], PROMPT, "/no/such.ptd: cannot be opened"),
         ([cut], PROMPT, "cut.pte: is no program"),
         ([text], PROMPT, "text.pte: is no program"),
-        ([program, "--weights", text], PROMPT, "(error 0x"),
+        ([program, "--weights", text], PROMPT, "text.pte no weights, that can be read"),
     ]
     for arguments, ids, expected in cases:
         done = call(runner, *arguments, ids=ids)
@@ -140,3 +247,35 @@ def test_missing_operators_are_named(runner: Path, tmp_path: Path) -> None:
     done = call(runner, path)
     assert done.returncode == 1
     assert "this program lacks llama::custom_sdpa.out" in done.stderr
+
+
+SOURCE_BUILD = """
+foreach(pair executorch:executorch extension_threadpool:executorch_threadpool
+    optimized_native_cpu_ops_lib:executorch_kernels_optimized
+    quantized_ops_lib:executorch_kernels_quantized xnnpack_backend:executorch_backend_xnnpack)
+  string(REPLACE ":" ";" pair ${pair})
+  list(GET pair 0 name)
+  list(GET pair 1 library)
+  add_library(${name} SHARED IMPORTED)
+  set_target_properties(${name} PROPERTIES
+    IMPORTED_LOCATION "WHEEL/lib/lib${library}.so"
+    INTERFACE_INCLUDE_DIRECTORIES
+      "WHEEL/include;WHEEL/include/executorch/runtime/core/portable_type/c10"
+    INTERFACE_COMPILE_DEFINITIONS C10_USING_CUSTOM_GENERATED_MACROS)
+endforeach()
+"""
+
+
+def test_a_source_build_of_executorch_serves_too(tmp_path: Path) -> None:
+    """Its target names, here over the wheel's libraries; moepack's kernels become an archive."""
+    source_build = tmp_path / "executorch"
+    package = source_build / "lib/cmake/ExecuTorch/executorch-config.cmake"
+    package.parent.mkdir(parents=True)
+    package.write_text(SOURCE_BUILD.replace("WHEEL", str(wheel())), encoding="utf-8")
+    options = ("-DMOEPACK_BUILD_EXECUTORCH=ON", f"-Dexecutorch_ROOT={source_build}")
+    prefix = install_moepack(tmp_path / "moepack", *options)
+    assert (prefix / "lib/libmoepack_executorch.a").is_file()
+    runner = build_runner(tmp_path / "runner", prefix, source_build)
+    files = one_layer_program(CONTEXT)
+    done = call(runner, *files, "--max-new-tokens", "6", "--verify", ids=[5, 300, 7])
+    assert written(done) == one_layer().greedy([5, 300, 7], 6)

@@ -115,8 +115,12 @@ class OnlineBlock:
         """The packed module on the meta device, of a block that is there."""
         sizes = self._sizes().values()
         w13, w2 = (torch.empty(shape, dtype=torch.uint8, device="meta") for shape in sizes)
-        biases = stacked_biases(self.spec.packed_experts(self._is_fused))
-        return build(self.spec, self.decision, self.found.module, PackedTensors(w13, w2, *biases))
+        bias13, bias2 = (
+            None if bias is None else bias.to("meta")
+            for bias in stacked_biases(self.spec.packed_experts(self._is_fused))
+        )
+        packed = PackedTensors(w13, w2, bias13, bias2)
+        return build(self.spec, self.decision, self.found.module, packed)
 
     @property
     def _is_fused(self) -> bool:

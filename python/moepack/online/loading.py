@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moepack.errors import BadWeights, MoePackError, NoMoEBlock, UnsupportedError
 from moepack.families import FoundBlock, find_blocks
 from moepack.modules import PackedExperts
-from moepack.online.adapter import check_classes
+from moepack.online.adapter import check_classes, read_with_values
 from moepack.online.blocks import Allocate, OnlineBlock, in_memory
 from moepack.online.completeness import require_float
 from moepack.online.filling import Filled, Filling, shortened
@@ -190,6 +190,7 @@ def fill(
         for block, new in filled.packed:
             loaded.worst_db[block.path] = block.worst_db
             _zero_what_is_unknown(new)
+            block.found.module._is_hf_initialized = True  # type: ignore[assignment]
             loaded.model = put(loaded.model, block.found, block.spec, new)
         if progress is not None:
             done = sum(group.is_done for group in filling.groups.values())
@@ -216,7 +217,7 @@ def online_blocks(
     model: nn.Module, settings: Settings, allocate: Allocate = in_memory
 ) -> tuple[list[OnlineBlock], Plan]:
     """Every block that is going to be packed. Raises as `quantize_` does, before any work."""
-    found = find_blocks(model)
+    found = [read_with_values(block) for block in find_blocks(model)]
     decided = plan_blocks(
         model,
         found,

@@ -244,6 +244,19 @@ inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) { return m
 
 inline __m256 _mm256_cvtph_ps(__m128i a) { return moepack::emulated::floats_of<__m256>(a); }
 inline __m512 _mm512_cvtph_ps(__m256i a) { return moepack::emulated::floats_of<__m512>(a); }
+inline __m128i _mm_setzero_si128() { return {}; }
+inline __m128i _mm_setr_epi8(std::int8_t b0, std::int8_t b1, std::int8_t b2, std::int8_t b3, std::int8_t b4,
+                             std::int8_t b5, std::int8_t b6, std::int8_t b7, std::int8_t b8, std::int8_t b9,
+                             std::int8_t b10, std::int8_t b11, std::int8_t b12, std::int8_t b13, std::int8_t b14,
+                             std::int8_t b15) {
+  const std::int8_t bytes[] = {b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, b12, b13, b14, b15};
+  return moepack::emulated::loaded<__m128i>(bytes);
+}
+inline __m128i _mm_loadl_epi64(const __m128i* p) {
+  __m128i result = {};
+  std::memcpy(&result, p, 8);
+  return result;
+}
 inline __m256i _mm256_cvtepu8_epi16(__m128i a) { return moepack::emulated::widened<std::uint16_t, __m256i>(a); }
 inline __m256i _mm256_cvtepu8_epi32(__m128i a) { return moepack::emulated::widened<std::uint32_t, __m256i>(a); }
 inline __m512i _mm512_cvtepu8_epi32(__m128i a) { return moepack::emulated::widened<std::uint32_t, __m512i>(a); }
@@ -283,6 +296,13 @@ inline __m256 _mm256_shuffle_ps(__m256 a, __m256 b, int order) {
     const int from = i / 4 * 4 + (order >> 2 * (i % 4) & 3);
     return i % 4 < 2 ? x.v[from] : y.v[from];
   });
+}
+// Bytes of a and b in turn.
+inline __m128i _mm_unpacklo_epi8(__m128i a, __m128i b) {
+  return moepack::emulated::made<std::uint8_t, __m128i>([&](int i) { return (i % 2 ? b : a).bytes[i / 2]; });
+}
+inline __m128i _mm_unpackhi_epi8(__m128i a, __m128i b) {
+  return moepack::emulated::made<std::uint8_t, __m128i>([&](int i) { return (i % 2 ? b : a).bytes[8 + i / 2]; });
 }
 inline __m128i _mm_shuffle_epi32(__m128i a, int order) {
   const auto x = moepack::emulated::lanes<std::uint32_t>(a);

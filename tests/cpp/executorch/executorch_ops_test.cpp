@@ -140,6 +140,22 @@ TEST_F(ExecuTorchOps, RefusesTensorsWithoutData) {
   }
 }
 
+// Ids are checked before anything is written: an output over them could put others in their place.
+TEST_F(ExecuTorchOps, RefusesAnOutputOverAnInput) {
+  for (const std::size_t position : {0, 1, 2, 3, 4}) {
+    Call call;
+    call.set(17, call.data(position), {3, 40}, ScalarType::Float);
+    EXPECT_EQ(call.run(), Error::InvalidArgument) << "argument " << position;
+  }
+  std::vector<float> both(240, 0.5f);  // x, then out
+  for (const std::size_t begin : {0, 1, 119, 120}) {
+    Call call;
+    call.set(0, both.data(), {3, 40}, ScalarType::Float);
+    call.set(17, both.data() + begin, {3, 40}, ScalarType::Float);
+    EXPECT_EQ(call.run(), begin == 120 ? Error::Ok : Error::InvalidArgument) << begin;
+  }
+}
+
 TEST_F(ExecuTorchOps, RefusesIdsThatAreOutOfRange) {
   for (const std::int64_t bad : {std::int64_t{-1}, std::int64_t{4}, std::int64_t{1} << 40}) {
     Call call;
