@@ -35,8 +35,7 @@ _SCALE_AND_SUM_BYTES = 8
 def require_integers(found: Scheme) -> None:
     if not found.is_integer:
         raise UnsupportedError(
-            f"{found.name} in the layout 'torchao'; supported: int4 and int8 schemes there, all "
-            "in the layout 'moepack'"
+            f"scheme {found.name!r} in torchao's layout; supported there: int4 and int8 schemes"
         )
 
 

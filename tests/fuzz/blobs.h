@@ -20,14 +20,8 @@ inline std::vector<std::uint8_t> valid_blob(const Scheme& scheme, std::int64_t r
   for (auto& code : codes)
     code = static_cast<std::int8_t>(
         scheme.code_min + static_cast<int>(random() % static_cast<unsigned>(scheme.code_max - scheme.code_min + 1)));
-  const std::size_t scale_bytes = static_cast<std::size_t>(cell_info(scheme.cell).scale_bytes);
-  std::vector<std::uint8_t> scales(static_cast<std::size_t>(rows * ceil_div(cols, scheme.group)) * scale_bytes);
-  for (std::size_t i = 0; i < scales.size(); ++i) {
-    // The last byte of a float, or the only one, says its size; sizes differ by a factor of a few.
-    const bool decides = i % scale_bytes == scale_bytes - 1;
-    const unsigned about_one = scale_bytes == 1 ? 120 + random() % 8 : (scale_bytes == 2 ? 0x20 : 0x3c) + random() % 4;
-    scales[i] = static_cast<std::uint8_t>(decides ? about_one : random());
-  }
+  std::vector<std::uint16_t> scales(static_cast<std::size_t>(rows * ceil_div(cols, scheme.group)));
+  for (auto& scale : scales) scale = static_cast<std::uint16_t>(0x2000 + random() % 0x1000 + (random() % 2 << 15));
   std::vector<std::uint8_t> blob(static_cast<std::size_t>(packed_bytes(scheme, rows, cols, order)));
   pack(scheme, order, rows, cols, codes.data(), scales.data(), -3, blob.data());
   return blob;

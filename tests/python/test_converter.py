@@ -366,8 +366,17 @@ def test_a_program_of_upstreams_becomes_ours(
 
 
 def test_programs_that_are_refused() -> None:
+    from executorch.exir import ExecutorchBackendConfig, to_edge
+
     with pytest.raises(MoePackError, match="damaged ExecuTorch program"):
         moepack.convert(b"ET12" * 20, layout="moepack")
+    exported = torch.export.export(Upstream(), (torch.randn(3, 96),))
+    apart = ExecutorchBackendConfig(external_constants=True)
+    with pytest.raises(UnsupportedError, match=r"call 0 packed_w13: .*in a \.ptd"):
+        moepack.convert(bytes(to_edge(exported).to_executorch(apart).buffer), layout="moepack")
+    inside = bytes(to_edge(exported).to_executorch().buffer)
+    with pytest.raises(UnsupportedError, match="no call with packed experts"):
+        moepack.convert(inside, layout="torchao")
 
 
 def matrix_with_exponent(exponent: int) -> QuantizedMatrix:

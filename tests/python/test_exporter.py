@@ -263,6 +263,16 @@ def test_int8_embedding_is_within_half_a_step(tmp_path: Path) -> None:
     assert packed(torch.tensor([3])).abs().max() == 0
 
 
+def test_int8_embedding_of_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding = torch.nn.Embedding(9, 12)
+    whole = Int8Embedding(embedding)
+    monkeypatch.setattr("moepack.exporter.linears._ROWS", 4)
+    in_parts = Int8Embedding(embedding)
+    assert torch.equal(whole.weight, in_parts.weight)
+    assert torch.equal(whole.scales, in_parts.scales)
+    assert torch.equal(in_parts.scales[:, 0], embedding.weight.abs().amax(1) / 127)
+
+
 def test_routers_that_stay_outside_keep_their_precision() -> None:
     model = made_model("qwen3_moe")
     assert router_paths(model) == frozenset()

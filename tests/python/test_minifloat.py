@@ -87,7 +87,7 @@ def test_the_integer_rule_and_layout_are_refused(name: str) -> None:
     weight = random_matrix(16, 128, 0, 2)
     with pytest.raises(UnsupportedError, match=f"'torchao' makes integer codes; {name}"):
         quantize(weight, name, "torchao")
-    with pytest.raises(UnsupportedError, match=f"{name} in the layout 'torchao'; supported: int4"):
+    with pytest.raises(UnsupportedError, match=f"'{name}' in torchao's layout; supported there"):
         packing.pack(quantize(weight, name), layout="torchao")
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from moepack import _core, huge_pages, ops
 from moepack.errors import UnsupportedError, VerificationError
 from moepack.packing import pack
-from moepack.quantizer import QuantizedMatrix, quantize
+from moepack.quantizer import QuantizedMatrix
 from moepack.schemes import Scheme, scheme
 from moepack.threads import require_threads
 
@@ -225,8 +225,6 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def _made(found: Scheme, rows: int, cols: int, seed: int) -> QuantizedMatrix:
     generator = torch.Generator().manual_seed(seed)
-    if not found.is_integer:
-        return quantize(torch.randn(rows, cols, generator=generator) / cols**0.5, found)
     codes = torch.randint(
         found.code_min, found.code_max + 1, (rows, cols), generator=generator, dtype=torch.int8
     )

@@ -20,9 +20,13 @@ from moepack import ops
 from moepack.acceleration import ARGUMENTS, require_bias_fits, routing
 from moepack.acceleration import OPERATOR as UPSTREAM
 from moepack.attributes import UNGATED, ExpertAttributes
-from moepack.converter.stacks import ScaleChanges, StackForm, convert_stack
+from moepack.converter.stacks import (
+    ScaleChanges,
+    StackForm,
+    convert_stack,
+    integer_codes,
+)
 from moepack.errors import MoePackError, UnsupportedError
-from moepack.schemes import scheme
 
 _OPS = ("quantized_moe_ffn", "quantized_experts")
 _STACKS = ("packed_w13", "packed_w2")
@@ -40,11 +44,13 @@ def convert_program(data: bytes, layout: str, changes: ScaleChanges, where: str)
 
     try:
         file = _deserialize_pte_binary(data)
-    except Exception as error:  # it asserts, and raises what its flatbuffer reader does
+        converter = _Converter(file.program, layout, changes)
+        for plan in file.program.execution_plan:
+            converter.convert(plan)
+    except MoePackError:
+        raise
+    except Exception as error:  # values of other kinds, and what the flatbuffer reader raises
         raise MoePackError(f"{where}: damaged ExecuTorch program: {error!r}") from error
-    converter = _Converter(file.program, layout, changes)
-    for plan in file.program.execution_plan:
-        converter.convert(plan)
     if not converter.calls:
         raise UnsupportedError(
             f"{where}: no call with packed experts to convert: the program has none, or they are "
@@ -110,7 +116,7 @@ class _Converter:
         for name, form in forms.items():
             tensor = arguments.value(name)
             stored = tensor.data_buffer_idx
-            if not stored or tensor.allocation_info is not None:
+            if not _is_constant_of_the_file(tensor):
                 raise UnsupportedError(
                     f"{where} {name}: is no constant of this file (an input, or in a .ptd); "
                     "export the program with its weights inside, or convert the checkpoint"
@@ -134,6 +140,14 @@ class _Converter:
             raise MoePackError(f"{where}: the file holds {len(stored)} bytes of {experts * size}")
         packed = torch.frombuffer(bytearray(stored[: experts * size]), dtype=torch.uint8)
         return convert_stack(packed.view(experts, size), form, self.layout, self.changes, where)
+
+
+def _is_constant_of_the_file(tensor: Any) -> bool:
+    from executorch.exir.schema import TensorDataLocation
+
+    extra = tensor.extra_tensor_info
+    is_external = extra is not None and extra.location == TensorDataLocation.EXTERNAL
+    return bool(tensor.data_buffer_idx) and tensor.allocation_info is None and not is_external
 
 
 def _is_expert_operator(name: str) -> bool:
@@ -184,8 +198,7 @@ def _forms(operator: str, arguments: _Arguments) -> dict[str, StackForm]:
         layout, gated = "torchao", True
         bits, group = arguments.integer("weight_nbit"), arguments.integer("group_size")
     else:
-        form = scheme(arguments.text("scheme"))
-        layout, bits, group = arguments.text("layout"), form.bits, form.group
+        layout, (bits, group) = arguments.text("layout"), integer_codes(arguments.text("scheme"))
         gated = arguments.text("activation") not in UNGATED
     w13 = (2 * inner, dim, "gate_up") if gated else (inner, dim, "plain")
     return {

@@ -11,6 +11,7 @@ from moepack import huge_pages, packing
 from moepack.errors import PackedFormatError, UnsupportedError
 from moepack.packing import RowOrder
 from moepack.quantizer import QuantizedMatrix
+from moepack.schemes import scheme
 from moepack.universal_blob import (
     UniversalMatrix,
     kept_group,
@@ -53,6 +54,13 @@ class StackForm:
         form = replace(self, layout=layout, group=group)
         _ = form.blob_bytes  # refuses what cannot be held before any work is done
         return form
+
+
+def integer_codes(scheme_name: str) -> tuple[int, int]:
+    """Bits and group of a scheme that both layouts hold. Raises UnsupportedError on others."""
+    form = scheme(scheme_name)
+    packing.packed_bytes(form, form.group, form.group, "plain", "torchao")
+    return form.bits, form.group
 
 
 @dataclass

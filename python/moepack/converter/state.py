@@ -9,18 +9,21 @@ from torch import Tensor, nn
 
 from moepack import packing
 from moepack.attributes import ExpertAttributes
-from moepack.converter.stacks import ScaleChanges, StackForm, convert_stack
+from moepack.converter.stacks import (
+    ScaleChanges,
+    StackForm,
+    convert_stack,
+    integer_codes,
+)
 from moepack.errors import PackedFormatError, UnsupportedError
 from moepack.modules import PackedExperts
-from moepack.schemes import scheme as scheme_of
 
 _W13, _W2 = "packed_w13", "packed_w2"
 
 
 def forms_of(attributes: ExpertAttributes, dim: int) -> dict[str, StackForm]:
     """What the stacks of a packed module hold, by buffer."""
-    form = scheme_of(attributes.scheme)
-    kind = (attributes.layout, form.bits, form.group)
+    kind = (attributes.layout, *integer_codes(attributes.scheme))
     return {
         _W13: StackForm(*kind, attributes.rows13, dim, attributes.row_order13),
         _W2: StackForm(*kind, dim, attributes.hidden_dim, "plain"),
@@ -111,13 +114,13 @@ def _read_forms(
             f"{prefix}{_W13}: torchao's blobs do not say what they hold; pass scheme="
             + ("" if width is not None else " and the model's width, dim=")
         )
-    form = scheme_of(scheme)
-    per_row = width // form.group * (form.group * form.bits // 8 + 8)
+    bits, group = integer_codes(scheme)
+    per_row = width // group * (group * bits // 8 + 8)
     rows13 = (w13.shape[1] - 64) // max(per_row, 1)
     # As many bytes as w13, and w13 is up alone; else it is gate and up.
     is_gated = w13.shape[1] != w2.shape[1]
     inner = rows13 // 2 if is_gated else rows13
-    kind = ("torchao", form.bits, form.group)
+    kind = ("torchao", bits, group)
     return {
         _W13: StackForm(*kind, rows13, width, "gate_up" if is_gated else "plain"),
         _W2: StackForm(*kind, width, inner, "plain"),
@@ -126,5 +129,5 @@ def _read_forms(
 
 def _form_of(blob: Tensor) -> StackForm:
     header = packing.read_header(blob)
-    form = header.scheme
-    return StackForm("moepack", form.bits, form.group, header.rows, header.cols, header.row_order)
+    bits, group = integer_codes(header.scheme.name)
+    return StackForm("moepack", bits, group, header.rows, header.cols, header.row_order)

@@ -13,6 +13,7 @@ LINEAR_FORMATS = ("8da4w", "float")
 EMBEDDING_FORMATS = ("int8", "float")
 
 _GROUP = 32
+_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,16 @@ class Int8Embedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
-        rows = embedding.weight.detach().float()
-        scales = rows.abs().amax(1, keepdim=True) / 127
-        divisor = torch.where(scales > 0, scales, 1.0)
-        self.register_buffer("weight", (rows / divisor).round().to(torch.int8))
-        self.register_buffer("scales", scales)
+        weight = embedding.weight.detach()
+        self.register_buffer("weight", torch.empty(weight.shape, dtype=torch.int8))
+        self.register_buffer("scales", torch.empty(len(weight), 1))
+        # Some rows at a time: vocabularies are large, and this takes several fp32 copies.
+        parts = (t.split(_ROWS) for t in (weight, self.weight, self.scales))
+        for given, codes, scales in zip(*parts, strict=True):
+            rows = given.float()
+            scales.copy_(rows.abs().amax(1, keepdim=True) / 127)
+            divisor = torch.where(scales > 0, scales, 1.0)
+            codes.copy_((rows / divisor).round())
 
     def forward(self, ids: Tensor) -> Tensor:
         result: Tensor = torch.ops.quantized_decomposed.embedding_byte.default(

@@ -190,24 +190,6 @@ MOEPACK_INTEGERS(_mm512, 512, __m512i)
 
 inline void _mm_prefetch(const char*, int) {}
 
-inline __m128i _mm_setzero_si128() { return {}; }
-inline __m128i _mm_loadl_epi64(const __m128i* p) {
-  __m128i result{};
-  std::memcpy(&result, p, 8);
-  return result;
-}
-template <class... Bytes>
-__m128i _mm_setr_epi8(Bytes... values) {
-  return {{static_cast<std::uint8_t>(values)...}};
-}
-// Bytes of a and b in turn, from the lower halves or from the upper.
-inline __m128i _mm_unpacklo_epi8(__m128i a, __m128i b) {
-  return moepack::emulated::made<std::uint8_t, __m128i>([&](int i) { return (i % 2 ? b : a).bytes[i / 2]; });
-}
-inline __m128i _mm_unpackhi_epi8(__m128i a, __m128i b) {
-  return moepack::emulated::made<std::uint8_t, __m128i>([&](int i) { return (i % 2 ? b : a).bytes[8 + i / 2]; });
-}
-
 // Rounding and comparing: the one mode and the one predicate that are used.
 inline __m256 _mm256_round_ps(__m256 a, int) {
   const auto x = moepack::emulated::lanes<float>(a);
