@@ -32,7 +32,7 @@ template <class T>
 using Array = py::array_t<T, py::array::c_style>;
 using Bytes = Array<std::uint8_t>;
 using Codes = Array<std::int8_t>;
-using Scales = Array<std::uint16_t>;  // fp16 bits
+using Scales = py::array;  // contiguous, in the bytes of the cell's type
 using Weights = Array<float>;
 
 void require(const Status& status) {
@@ -54,15 +54,19 @@ RowOrder row_order(int number) {
   return static_cast<RowOrder>(number);
 }
 
-const char* cell_name(moepack::Cell cell) { return cell == moepack::Cell::int4 ? "int4" : "int8"; }
-int cell_bits(moepack::Cell cell) { return cell == moepack::Cell::int4 ? 4 : 8; }
+using SchemeRow = std::tuple<std::string, std::string, int, std::string, int, int, int>;
 
-using SchemeRow = std::tuple<std::string, std::string, int, int, int, int>;
+const char* scale_name(moepack::ScaleType type) {
+  return type == moepack::ScaleType::fp16 ? "fp16" : type == moepack::ScaleType::e8m0 ? "e8m0" : "fp32";
+}
 
 std::vector<SchemeRow> schemes() {
   std::vector<SchemeRow> rows;
-  for (const Scheme* s = moepack::schemes_begin(); s != moepack::schemes_end(); ++s)
-    rows.emplace_back(std::string(s->name), cell_name(s->cell), cell_bits(s->cell), s->group, s->code_min, s->code_max);
+  for (const Scheme* s = moepack::schemes_begin(); s != moepack::schemes_end(); ++s) {
+    const moepack::CellInfo& cell = moepack::cell_info(s->cell);
+    rows.emplace_back(std::string(s->name), cell.name, cell.bits, scale_name(cell.scale), s->group, s->code_min,
+                      s->code_max);
+  }
   return rows;
 }
 
@@ -72,6 +76,8 @@ std::pair<std::int64_t, std::int64_t> matrix_shape(const Scheme& scheme, const p
   require(codes.ndim() == 2 && scales.ndim() == 2, "codes and scales: expected two dimensions");
   require(scales.shape(0) == codes.shape(0) && scales.shape(1) == moepack::ceil_div(codes.shape(1), scheme.group),
           "scales: expected [rows, ceil(cols / group)]");
+  require(scales.itemsize() == moepack::cell_info(scheme.cell).scale_bytes && (scales.flags() & py::array::c_style),
+          "scales: expected contiguous numbers of the scheme's scale type");
   return {codes.shape(0), codes.shape(1)};
 }
 
@@ -81,25 +87,29 @@ std::int64_t packed_bytes(const std::string& name, std::int64_t rows, std::int64
   return moepack::packed_bytes(scheme_named(name), rows, cols, row_order(order));
 }
 
+std::string code_range(const Scheme& scheme) {
+  if (scheme.cell == moepack::Cell::int8) return "-128 .. 127";
+  if (scheme.cell == moepack::Cell::fp8) return "bits of e4m3 numbers, no NaN";
+  return std::to_string(scheme.code_min) + " .. " + std::to_string(scheme.code_max);
+}
+
 void pack(const std::string& name, int order, const Codes& codes, const Scales& scales, std::int32_t exponent,
           Bytes& blob) {
   const Scheme& scheme = scheme_named(name);
   const auto [rows, cols] = matrix_shape(scheme, codes, scales);
   require(blob.ndim() == 1 && blob.shape(0) == packed_bytes(name, rows, cols, order), "blob: wrong length");
-  require(exponent >= -126 && exponent <= 127, "scale exponent: expected -126 .. 127");
+  const moepack::ExponentRange range = moepack::exponent_range(scheme.cell);
+  require(exponent >= range.min && exponent <= range.max, "scale exponent: out of the scheme's range");
   const std::int8_t* code = codes.data();
+  const void* scale = scales.data();
   std::uint8_t* out = blob.mutable_data();
-  // An int8 cell holds any int8: torchao's codes begin at -128, moepack's own at -127.
-  const int code_min = scheme.cell == moepack::Cell::int8 ? -128 : scheme.code_min;
   bool in_range = true;
   {
     const py::gil_scoped_release release;
-    for (std::int64_t i = 0; i < rows * cols; ++i) in_range &= code[i] >= code_min && code[i] <= scheme.code_max;
-    if (in_range) moepack::pack(scheme, row_order(order), rows, cols, code, scales.data(), exponent, out);
+    for (std::int64_t i = 0; i < rows * cols; ++i) in_range &= moepack::is_code(scheme, code[i]);
+    if (in_range) moepack::pack(scheme, row_order(order), rows, cols, code, scale, exponent, out);
   }
-  if (!in_range)
-    throw py::value_error("codes: expected " + std::to_string(code_min) + " .. " + std::to_string(scheme.code_max) +
-                          " for " + name);
+  if (!in_range) throw py::value_error("codes: expected " + code_range(scheme) + " for " + name);
 }
 
 moepack::PackedHeader header_of(const Bytes& blob) {
@@ -137,14 +147,15 @@ void unpack(const Bytes& blob, Codes& codes, Scales& scales) {
   const auto [rows, cols] = matrix_shape(scheme_of(header), codes, scales);
   require(rows == header.rows && cols == header.cols, "codes: expected the blob's rows and columns");
   std::int8_t* code = codes.mutable_data();
-  std::uint16_t* scale = scales.mutable_data();
+  void* scale = scales.mutable_data();
   const py::gil_scoped_release release;
   moepack::unpack(blob.data(), code, scale);
 }
 
-std::int32_t scale_exponent(const Weights& weights) {
+std::int32_t scale_exponent(const std::string& name, const Weights& weights) {
+  const Scheme& scheme = scheme_named(name);
   const py::gil_scoped_release release;
-  return moepack::scale_exponent(weights.data(), weights.size());
+  return moepack::scale_exponent(scheme, weights.data(), weights.size());
 }
 
 std::optional<std::pair<std::int64_t, std::int64_t>> quantize_search(const std::string& name, const Weights& weights,
@@ -155,7 +166,7 @@ std::optional<std::pair<std::int64_t, std::int64_t>> quantize_search(const std::
   require(weights.ndim() == 2 && weights.shape(0) == rows && weights.shape(1) == cols,
           "weights: expected the shape of codes");
   std::int8_t* code = codes.mutable_data();
-  std::uint16_t* scale = scales.mutable_data();
+  void* scale = scales.mutable_data();
   moepack::NonFinite found;
   {
     const py::gil_scoped_release release;
@@ -261,7 +272,7 @@ void check_call(py::args arguments) {
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The C++ core of moepack.";
-  m.def("schemes", schemes, "Rows of the scheme table: name, cell, bits, group, code_min, code_max.");
+  m.def("schemes", schemes, "Rows of the scheme table: name, cell, bits, scale type, group, code_min, code_max.");
   m.def("packed_bytes", packed_bytes, py::arg("scheme"), py::arg("rows"), py::arg("cols"), py::arg("row_order"));
   m.def("pack", pack, py::arg("scheme"), py::arg("row_order"), py::arg("codes").noconvert(),
         py::arg("scales").noconvert(), py::arg("exponent"), py::arg("blob").noconvert());
@@ -269,7 +280,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("read_header", read_header, py::arg("blob").noconvert(),
         "version, scheme, rows, cols, exponent, row order, crc32 of a blob.");
   m.def("verify", verify, py::arg("blob").noconvert());
-  m.def("scale_exponent", scale_exponent, py::arg("weights").noconvert());
+  m.def("scale_exponent", scale_exponent, py::arg("scheme"), py::arg("weights").noconvert());
   m.def("quantize_search", quantize_search, py::arg("scheme"), py::arg("weights").noconvert(), py::arg("exponent"),
         py::arg("codes").noconvert(), py::arg("scales").noconvert(),
         "Fills codes and scales; returns (row, column) of the first weight that is not finite, or None.");

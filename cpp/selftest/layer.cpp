@@ -10,21 +10,38 @@
 namespace moepack::selftest {
 namespace {
 
+void append(std::vector<std::uint8_t>& all, const std::vector<std::uint8_t>& part) {
+  all.insert(all.end(), part.begin(), part.end());
+}
+
+// About 2^-7, of either sign where the type has one; little-endian.
+std::vector<std::uint8_t> made_scale(ScaleType type, Random& random) {
+  const int sign = random.below(2) << 7, byte = random.below(256);
+  switch (type) {
+    case ScaleType::fp16:
+      return {static_cast<std::uint8_t>(byte), static_cast<std::uint8_t>(0x20 + random.below(0x10) + sign)};
+    case ScaleType::e8m0:
+      return {static_cast<std::uint8_t>(118 + random.below(4))};
+    case ScaleType::fp32:
+      return {static_cast<std::uint8_t>(byte), static_cast<std::uint8_t>(random.below(256)),
+              static_cast<std::uint8_t>(random.below(256)), static_cast<std::uint8_t>(0x3b + sign)};
+  }
+  return {};
+}
+
 std::vector<std::uint8_t> made_blob(const Scheme& scheme, std::int64_t rows, std::int64_t cols, RowOrder order,
                                     Random& random) {
   std::vector<std::int8_t> codes(static_cast<std::size_t>(rows * cols));
-  for (auto& code : codes)
+  for (auto& code : codes) {
     code = static_cast<std::int8_t>(scheme.code_min + random.below(scheme.code_max - scheme.code_min + 1));
-  std::vector<std::uint16_t> scales(static_cast<std::size_t>(rows * ceil_div(cols, scheme.group)));
-  for (auto& scale : scales)
-    scale = static_cast<std::uint16_t>(0x2000 + random.below(0x1000) + (random.below(2) << 15));
+    if (!is_code(scheme, code)) code = 0;
+  }
+  std::vector<std::uint8_t> scales;
+  for (std::int64_t i = 0; i < rows * ceil_div(cols, scheme.group); ++i)
+    append(scales, made_scale(cell_info(scheme.cell).scale, random));
   std::vector<std::uint8_t> blob(static_cast<std::size_t>(packed_bytes(scheme, rows, cols, order)));
   pack(scheme, order, rows, cols, codes.data(), scales.data(), -3, blob.data());
   return blob;
-}
-
-void append(std::vector<std::uint8_t>& all, const std::vector<std::uint8_t>& blob) {
-  all.insert(all.end(), blob.begin(), blob.end());
 }
 
 ParallelFor threads(int count) {

@@ -1,4 +1,5 @@
 // The experts: quantize x, GEMM with w1 and w3 side by side, activation, quantize, GEMM with w2, weighted sum.
+// Nothing is quantized where weights are fp8.
 //
 // Suffixes: _TK pairs in (token, slot) order, _P pairs sorted by expert.
 #include <algorithm>
@@ -24,10 +25,22 @@ constexpr std::int64_t kRowBlock = 32;      // rows whose hidden values are comp
 constexpr std::int64_t kOutFloats = 65536;  // outputs of all pairs for some columns, per worker; they stay in L2
 constexpr std::int64_t kMaxOutPanels = 8;
 
-std::int64_t chunk_tokens(const Shape& s) { return std::max<std::int64_t>(1, std::min(s.T, kMaxPairs / s.K)); }
+// fp8 weights are multiplied with fp32 activations.
+bool keeps_values(const Scheme& scheme) { return scheme.cell == Cell::fp8; }
 
-Rows take_rows(Arena& arena, std::int64_t count, std::int64_t cols, int group) {
-  Rows rows;
+std::int64_t chunk_tokens(const Shape& s, const Scheme& scheme) {
+  const std::int64_t pairs = keeps_values(scheme) ? kMaxPairs / static_cast<std::int64_t>(sizeof(float)) : kMaxPairs;
+  return std::max<std::int64_t>(1, std::min(s.T, pairs / s.K));
+}
+
+Rows take_rows(Arena& arena, std::int64_t count, std::int64_t cols, const Scheme& scheme) {
+  const int group = scheme.group;
+  Rows rows{};
+  if (keeps_values(scheme)) {
+    rows.value_stride = round_up(cols, group);
+    rows.values = arena.take<float>(count * rows.value_stride);
+    return rows;
+  }
   rows.code_stride = round_up(cols, std::max(group, 64));
   rows.scale_stride = ceil_div(cols, kActivationGroup);
   rows.offset_stride = ceil_div(cols, group);
@@ -51,11 +64,11 @@ struct Buffers {
     const Scheme& scheme = *find_scheme(attributes.scheme);
     const std::int64_t panel_bytes =
         std::max(Matrix::w13(s, attributes).scratch_bytes(), Matrix::w2(s, attributes).scratch_bytes());
-    const std::int64_t tokens = chunk_tokens(s), pairs = tokens * s.K;
+    const std::int64_t tokens = chunk_tokens(s, scheme), pairs = tokens * s.K;
     hidden_block = round_up(std::min<std::int64_t>(kActivationGroup, s.F), kPanelColumns);
     out_panels = std::clamp<std::int64_t>(kOutFloats / (pairs * kPanelColumns), 1, kMaxOutPanels);
-    x = take_rows(arena, tokens, s.D, scheme.group);
-    h = take_rows(arena, pairs, s.F, scheme.group);
+    x = take_rows(arena, tokens, s.D, scheme);
+    h = take_rows(arena, pairs, s.F, scheme);
     grouping.token = arena.take<std::int32_t>(pairs);
     grouping.pair = arena.take<std::int32_t>(pairs);
     grouping.position = arena.take<std::int32_t>(pairs);
@@ -106,7 +119,7 @@ class Experts {
         w2_(Matrix::w2(shape, attributes)),
         gemm_(w13_.gemm(kernel)),
         buffers_(shape, attributes, parallel.threads, workspace) {
-    const std::int64_t pairs = chunk_tokens(shape) * shape.K;
+    const std::int64_t pairs = chunk_tokens(shape, scheme_) * shape.K;
     for (std::int64_t p = 0; p < pairs; ++p) buffers_.identity[p] = static_cast<std::int32_t>(p);
   }
 
@@ -129,11 +142,11 @@ class Experts {
   }
 
   void run(const std::int64_t* ids_TK, const float* weights_TK) {
-    const std::int64_t step = chunk_tokens(s_);
+    const std::int64_t step = chunk_tokens(s_, scheme_);
     for (std::int64_t begin = 0; begin < s_.T; begin += step) {
       first_token_ = begin;
       tokens_ = std::min(step, s_.T - begin);
-      quantize_x();
+      prepare_x();
       buffers_.grouping.sort(ids_TK + begin * s_.K, tokens_, s_.K, s_.E);
       compute_hidden(weights_TK + begin * s_.K);
       compute_out(weights_TK + begin * s_.K);
@@ -152,13 +165,23 @@ class Experts {
     return {};
   }
 
-  void quantize_x() {
-    const Rows& x = buffers_.x;
+  void prepare_x() {
     run_tasks(parallel_, tokens_, [&](int worker, std::int64_t t) {
       const float* row = to_float(x_, dtype_, (first_token_ + t) * s_.D, s_.D, buffers_.scratch[worker].row);
-      kernel_.quantize(row, s_.D, scheme_.group, x.codes + t * x.code_stride, x.scales + t * x.scale_stride,
-                       x.offsets + t * x.offset_stride);
+      prepare(row, s_.D, buffers_.x, t, 0);
     });
+  }
+
+  // Values of a row, from a column that begins an activation group on, as the GEMM takes them.
+  void prepare(const float* values, std::int64_t count, const Rows& rows, std::int64_t row, std::int64_t column) {
+    if (keeps_values(scheme_)) {
+      float* const end = std::copy_n(values, count, rows.values + row * rows.value_stride + column);
+      std::fill_n(end, round_up(count, scheme_.group) - count, 0.0f);
+      return;
+    }
+    kernel_.quantize(values, count, scheme_.group, rows.codes + row * rows.code_stride + column,
+                     rows.scales + row * rows.scale_stride + column / kActivationGroup,
+                     rows.offsets + row * rows.offset_stride + column / scheme_.group);
   }
 
   void compute_hidden(const float* weights_TK) {
@@ -196,16 +219,8 @@ class Experts {
         if (activation_.gated) kernel_.scale(weight, scratch.up + r * width, width);
       }
     kernel_.activate(activation_, scratch.hidden, scratch.up, scratch.hidden, count * width);
-    quantize_hidden(position, count, column, columns, scratch.hidden, width);
-  }
-
-  void quantize_hidden(std::int64_t position, std::int64_t count, std::int64_t column, std::int64_t columns,
-                       const float* hidden, std::int64_t width) {
-    const Rows& h = buffers_.h;
     for (std::int64_t r = 0; r < count; ++r)
-      kernel_.quantize(hidden + r * width, columns, scheme_.group, h.codes + (position + r) * h.code_stride + column,
-                       h.scales + (position + r) * h.scale_stride + column / kActivationGroup,
-                       h.offsets + (position + r) * h.offset_stride + column / scheme_.group);
+      prepare(scratch.hidden + r * width, columns, buffers_.h, position + r, column);
   }
 
   void compute_out(const float* weights_TK) {

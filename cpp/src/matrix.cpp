@@ -11,6 +11,24 @@ namespace {
 
 constexpr std::string_view kUniversal = "torchao";
 
+gemm::PanelKind panel_kind(Cell cell) {
+  using gemm::PanelKind;
+  switch (cell) {
+    case Cell::int4:
+      return PanelKind::int4;
+    case Cell::int8:
+      return PanelKind::int8;
+    case Cell::mxfp4:
+      return PanelKind::mxfp4;
+    case Cell::fp8:
+      return PanelKind::fp8;
+  }
+  return PanelKind::count;
+}
+
+// What the tiles take for a code's value, as a power of two times the value.
+int value_exponent(Cell cell) { return cell == Cell::mxfp4 ? 1 : cell == Cell::fp8 ? -8 : 0; }
+
 }  // namespace
 
 const char* layout_names() { return "moepack, torchao"; }
@@ -60,14 +78,13 @@ gemm::Panel Matrix::panel(const gemm::Kernel& kernel, const std::uint8_t* blob, 
   std::memcpy(&header, blob, sizeof header);
   const std::int64_t place = order_ == RowOrder::gate_up ? 2 * index + up : index;
   return {blob + sizeof header + place * panel_bytes(scheme_, cols_), count, scheme_.group,
-          std::ldexp(1.0f, header.scale_exponent)};
+          std::ldexp(1.0f, header.scale_exponent - value_exponent(scheme_.cell))};
 }
 
 gemm::Kernel::Gemm Matrix::gemm(const gemm::Kernel& kernel) const {
   using gemm::PanelKind;
-  const bool int4 = scheme_.cell == Cell::int4;
-  const PanelKind kind =
-      universal_ ? (int4 ? PanelKind::int4_fp32 : PanelKind::int8_fp32) : (int4 ? PanelKind::int4 : PanelKind::int8);
+  const PanelKind kind = universal_ ? (scheme_.cell == Cell::int4 ? PanelKind::int4_fp32 : PanelKind::int8_fp32)
+                                    : panel_kind(scheme_.cell);
   return kernel.gemm[static_cast<int>(kind)];
 }
 

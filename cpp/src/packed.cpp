@@ -8,9 +8,7 @@
 namespace moepack {
 namespace {
 
-int cell_k(Cell cell) { return cell == Cell::int4 ? 8 : 4; }
-
-const char* cell_name(Cell cell) { return cell == Cell::int4 ? "int4" : "int8"; }
+const char* cell_name(std::uint16_t cell) { return cell_info(static_cast<Cell>(cell)).name; }
 
 const Scheme* scheme_of(const PackedHeader& header) {
   for (const Scheme* scheme = schemes_begin(); scheme != schemes_end(); ++scheme)
@@ -58,61 +56,78 @@ struct PanelGroup {
   std::int8_t codes[kPanelColumns][kMaxGroup];
 };
 
-void write_cells(const Scheme& scheme, const PanelGroup& group, std::uint8_t* out) {
-  const bool nibbles = scheme.cell == Cell::int4;
-  const int step = cell_k(scheme.cell);
+// Nibbles of int4 cells have their zero at 8, those of mxfp4 are codes as they are.
+void write_nibbles(Cell cell, const std::int8_t* codes, std::uint8_t* out) {
+  const std::uint32_t low = load_word(codes), high = load_word(codes + 4);
+  const std::uint32_t word = cell == Cell::int4 ? nibbles_from_codes(low, high) : low | high << 4;
+  std::memcpy(out, &word, sizeof word);
+}
+
+void read_nibbles(Cell cell, const std::uint8_t* in, std::int8_t* codes) {
+  std::uint32_t word;
+  std::memcpy(&word, in, sizeof word);
+  const auto decoded = [cell](std::uint32_t nibbles) {
+    return cell == Cell::int4 ? codes_from_nibbles(nibbles) : nibbles & 0x0f0f0f0fu;
+  };
+  const std::uint32_t halves[] = {decoded(word), decoded(word >> 4)};
+  std::memcpy(codes, halves, sizeof halves);
+}
+
+// Visits the codes of a group, in the order of its bytes: column, k and place in the cells of what stands together.
+template <class Visit>
+void for_each_code_word(const Scheme& scheme, Visit visit) {
+  const int step = cell_info(scheme.cell).k;
   for (int k = 0; k < scheme.group; k += step)
-    for (int c = 0; c < kPanelColumns; ++c, out += 4) {
-      const std::int8_t* codes = group.codes[c] + k;
-      const std::uint32_t word =
-          nibbles ? nibbles_from_codes(load_word(codes), load_word(codes + 4)) : load_word(codes);
-      std::memcpy(out, &word, sizeof word);
-    }
+    for (int c = 0; c < kPanelColumns; ++c) visit(c, k, k / step * kCellBytes + 4 * c);
+}
+
+void write_cells(const Scheme& scheme, const PanelGroup& group, std::uint8_t* out) {
+  for_each_code_word(scheme, [&](int c, int k, int at) {
+    const std::int8_t* codes = group.codes[c] + k;
+    if (scheme.cell == Cell::int8) return static_cast<void>(std::memcpy(out + at, codes, 4));
+    if (scheme.cell != Cell::fp8) return write_nibbles(scheme.cell, codes, out + at);
+    for (int j = 0; j < 4; ++j) out[(k + j) * kPanelColumns + c] = static_cast<std::uint8_t>(codes[j]);
+  });
 }
 
 void read_cells(const Scheme& scheme, const std::uint8_t* in, PanelGroup& group) {
-  const bool nibbles = scheme.cell == Cell::int4;
-  const int step = cell_k(scheme.cell);
-  for (int k = 0; k < scheme.group; k += step)
-    for (int c = 0; c < kPanelColumns; ++c, in += 4) {
-      std::uint32_t word;
-      std::memcpy(&word, in, sizeof word);
-      const std::uint32_t low = nibbles ? codes_from_nibbles(word) : word;
-      std::memcpy(group.codes[c] + k, &low, sizeof low);
-      if (!nibbles) continue;
-      const std::uint32_t high = codes_from_nibbles(word >> 4);
-      std::memcpy(group.codes[c] + k + 4, &high, sizeof high);
-    }
+  for_each_code_word(scheme, [&](int c, int k, int at) {
+    std::int8_t* codes = group.codes[c] + k;
+    if (scheme.cell == Cell::int8) return static_cast<void>(std::memcpy(codes, in + at, 4));
+    if (scheme.cell != Cell::fp8) return read_nibbles(scheme.cell, in + at, codes);
+    for (int j = 0; j < 4; ++j) codes[j] = static_cast<std::int8_t>(in[(k + j) * kPanelColumns + c]);
+  });
 }
 
 void pack_panel(const Scheme& scheme, PanelRows panel, std::int64_t cols, const std::int8_t* codes,
-                const std::uint16_t* scales, std::uint8_t* out) {
-  const std::int64_t groups = ceil_div(cols, scheme.group);
+                const std::uint8_t* scales, std::uint8_t* out) {
+  const std::int64_t groups = ceil_div(cols, scheme.group), scale_bytes = cell_info(scheme.cell).scale_bytes;
   for (std::int64_t g = 0; g < groups; ++g, out += group_bytes(scheme)) {
     PanelGroup group{};
-    std::uint16_t group_scales[kPanelColumns] = {};
     const std::int64_t k = g * scheme.group, length = std::min<std::int64_t>(scheme.group, cols - k);
+    std::uint8_t* group_scales = out + group_bytes(scheme) - kPanelColumns * scale_bytes;
+    std::memset(group_scales, 0, static_cast<std::size_t>(kPanelColumns * scale_bytes));
     for (std::int64_t c = 0; c < panel.count; ++c) {
       std::memcpy(group.codes[c], codes + (panel.first + c) * cols + k, static_cast<std::size_t>(length));
-      group_scales[c] = scales[(panel.first + c) * groups + g];
+      std::memcpy(group_scales + c * scale_bytes, scales + ((panel.first + c) * groups + g) * scale_bytes,
+                  static_cast<std::size_t>(scale_bytes));
     }
     write_cells(scheme, group, out);
-    std::memcpy(out + group_bytes(scheme) - sizeof group_scales, group_scales, sizeof group_scales);
   }
 }
 
 void unpack_panel(const Scheme& scheme, PanelRows panel, std::int64_t cols, const std::uint8_t* in, std::int8_t* codes,
-                  std::uint16_t* scales) {
-  const std::int64_t groups = ceil_div(cols, scheme.group);
+                  std::uint8_t* scales) {
+  const std::int64_t groups = ceil_div(cols, scheme.group), scale_bytes = cell_info(scheme.cell).scale_bytes;
   for (std::int64_t g = 0; g < groups; ++g, in += group_bytes(scheme)) {
     PanelGroup group;
-    std::uint16_t group_scales[kPanelColumns];
     read_cells(scheme, in, group);
-    std::memcpy(group_scales, in + group_bytes(scheme) - sizeof group_scales, sizeof group_scales);
     const std::int64_t k = g * scheme.group, length = std::min<std::int64_t>(scheme.group, cols - k);
+    const std::uint8_t* group_scales = in + group_bytes(scheme) - kPanelColumns * scale_bytes;
     for (std::int64_t c = 0; c < panel.count; ++c) {
       std::memcpy(codes + (panel.first + c) * cols + k, group.codes[c], static_cast<std::size_t>(length));
-      scales[(panel.first + c) * groups + g] = group_scales[c];
+      std::memcpy(scales + ((panel.first + c) * groups + g) * scale_bytes, group_scales + c * scale_bytes,
+                  static_cast<std::size_t>(scale_bytes));
     }
   }
 }
@@ -131,8 +146,9 @@ Status check_fields(const PackedHeader& header, std::int64_t bytes) {
     return Status::error("the header's last %d bytes are not zero: the data is damaged",
                          static_cast<int>(sizeof header - offsetof(PackedHeader, reserved16)));
   if (header.row_order > 1) return Status::error("row order %u; supported: 0 (plain), 1 (gate_up)", header.row_order);
-  if (header.scale_exponent < -126 || header.scale_exponent > 127)
-    return Status::error("scale exponent %d is outside -126..127", header.scale_exponent);
+  const ExponentRange range = exponent_range(static_cast<Cell>(header.cell));
+  if (header.scale_exponent < range.min || header.scale_exponent > range.max)
+    return Status::error("scale exponent %d is outside %d..%d", header.scale_exponent, range.min, range.max);
   const RowOrder order = static_cast<RowOrder>(header.row_order);
   if (order == RowOrder::gate_up && header.rows % 2)
     return Status::error("row order gate_up needs an even number of rows, not %u", header.rows);
@@ -141,15 +157,21 @@ Status check_fields(const PackedHeader& header, std::int64_t bytes) {
   const std::int64_t expected = packed_bytes(*scheme_of(header), header.rows, header.cols, order);
   if (bytes != expected)
     return Status::error("the blob has %lld bytes; its header (%u x %u, %s, group %u) makes %lld",
-                         static_cast<long long>(bytes), header.rows, header.cols,
-                         cell_name(static_cast<Cell>(header.cell)), header.group, static_cast<long long>(expected));
+                         static_cast<long long>(bytes), header.rows, header.cols, cell_name(header.cell), header.group,
+                         static_cast<long long>(expected));
   return {};
 }
 
 }  // namespace
 
+ExponentRange exponent_range(Cell cell) {
+  // The scales of the others span what fp32 does by themselves.
+  return cell_info(cell).scale == ScaleType::fp16 ? ExponentRange{-126, 127} : ExponentRange{-64, 64};
+}
+
 std::int64_t group_bytes(const Scheme& scheme) {
-  return scheme.group / cell_k(scheme.cell) * kCellBytes + 2 * kPanelColumns;
+  const CellInfo& cell = cell_info(scheme.cell);
+  return scheme.group / cell.k * kCellBytes + cell.scale_bytes * kPanelColumns;
 }
 
 std::int64_t panel_bytes(const Scheme& scheme, std::int64_t cols) {
@@ -182,9 +204,8 @@ Status check_header(const std::uint8_t* blob, std::int64_t bytes, const Scheme& 
     return Status::error(
         "the blob holds %u x %u, %s, group %u, row order %u; the call needs %lld x %lld, %s, group %d, "
         "row order %u",
-        header.rows, header.cols, cell_name(static_cast<Cell>(header.cell)), header.group, header.row_order,
-        static_cast<long long>(rows), static_cast<long long>(cols), cell_name(scheme.cell), scheme.group,
-        static_cast<unsigned>(order));
+        header.rows, header.cols, cell_name(header.cell), header.group, header.row_order, static_cast<long long>(rows),
+        static_cast<long long>(cols), cell_info(scheme.cell).name, scheme.group, static_cast<unsigned>(order));
   return {};
 }
 
@@ -199,10 +220,10 @@ Status verify(const std::uint8_t* blob, std::int64_t bytes) {
 }
 
 void pack(const Scheme& scheme, RowOrder order, std::int64_t rows, std::int64_t cols, const std::int8_t* codes,
-          const std::uint16_t* scales, std::int32_t scale_exponent, std::uint8_t* blob) {
+          const void* scales, std::int32_t scale_exponent, std::uint8_t* blob) {
   std::uint8_t* out = blob + sizeof(PackedHeader);
   for (std::int64_t p = 0; p < panel_count(rows, order); ++p, out += panel_bytes(scheme, cols))
-    pack_panel(scheme, panel_rows(p, rows, order), cols, codes, scales, out);
+    pack_panel(scheme, panel_rows(p, rows, order), cols, codes, static_cast<const std::uint8_t*>(scales), out);
 
   PackedHeader header{};
   header.magic = kMagic;
@@ -217,14 +238,14 @@ void pack(const Scheme& scheme, RowOrder order, std::int64_t rows, std::int64_t 
   std::memcpy(blob, &header, sizeof header);
 }
 
-void unpack(const std::uint8_t* blob, std::int8_t* codes, std::uint16_t* scales) {
+void unpack(const std::uint8_t* blob, std::int8_t* codes, void* scales) {
   PackedHeader header{};
   std::memcpy(&header, blob, sizeof header);
   const Scheme& scheme = *scheme_of(header);
   const RowOrder order = static_cast<RowOrder>(header.row_order);
   const std::uint8_t* in = blob + sizeof header;
   for (std::int64_t p = 0; p < panel_count(header.rows, order); ++p, in += panel_bytes(scheme, header.cols))
-    unpack_panel(scheme, panel_rows(p, header.rows, order), header.cols, in, codes, scales);
+    unpack_panel(scheme, panel_rows(p, header.rows, order), header.cols, in, codes, static_cast<std::uint8_t*>(scales));
 }
 
 }  // namespace moepack

@@ -13,7 +13,7 @@ constexpr std::int32_t kHeader[] = {6712, 1, 0, 0, 0, 8, 16, 2, 0, 0, 0, 0, 0, 0
 constexpr std::int64_t kHeaderBytes = sizeof kHeader;
 constexpr int kBitsAt = 2;  // the field of the header that holds the bits of a code
 
-int bits(const Scheme& scheme) { return scheme.cell == Cell::int4 ? 4 : 8; }
+int bits(const Scheme& scheme) { return cell_info(scheme.cell).bits; }
 
 // Bytes of one row of a panel.
 std::int64_t row_bytes(const Scheme& scheme, std::int64_t cols) {
@@ -23,6 +23,9 @@ std::int64_t row_bytes(const Scheme& scheme, std::int64_t cols) {
 }  // namespace
 
 Status check_dimensions(const Scheme& scheme, std::int64_t rows, std::int64_t cols) {
+  if (cell_info(scheme.cell).scale != ScaleType::fp16)
+    return Status::error("scheme %.*s is not supported in the layout 'torchao'; supported: int4 and int8",
+                         static_cast<int>(scheme.name.size()), scheme.name.data());
   if (cols % scheme.group == 0 && rows % kPanelColumns == 0) return {};
   return Status::error(
       "a matrix of %lld x %lld in groups of %d: the layout 'torchao' needs columns in whole groups and rows in "

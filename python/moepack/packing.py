@@ -13,9 +13,9 @@ from torch import Tensor
 
 from moepack import _core, huge_pages
 from moepack.errors import PackedFormatError, UnsupportedError
-from moepack.quantizer import QuantizedMatrix
+from moepack.quantizer import SCALE_DTYPES, QuantizedMatrix
 from moepack.schemes import Scheme, scheme
-from moepack.universal_blob import pack_universal, read_universal, universal_bytes
+from moepack.universal_blob import pack_universal, read_universal, require_integers, universal_bytes
 
 RowOrder = Literal["plain", "gate_up"]
 Layout = Literal["moepack", "torchao"]
@@ -57,10 +57,7 @@ def packed_bytes(
     require_layout(layout)
     form = scheme(scheme_)
     if layout == "torchao":
-        if form.cell not in ("int4", "int8"):
-            raise UnsupportedError(
-                f"scheme {form.name!r} in torchao's layout; supported there: int4 and int8 schemes"
-            )
+        require_integers(form)
         return universal_bytes(form.bits, rows, cols, form.group)
     try:
         return _core.packed_bytes(form.name, rows, cols, _order_number(row_order))
@@ -94,7 +91,7 @@ def _pack_into(matrix: QuantizedMatrix, row_order: RowOrder, layout: str, blob: 
             matrix.scheme.name,
             _order_number(row_order),
             matrix.codes.contiguous().numpy(),
-            matrix.scales.contiguous().view(torch.uint16).numpy(),
+            matrix.scales.contiguous().numpy(),
             matrix.exponent,
             blob.numpy(),
         )
@@ -148,8 +145,8 @@ def unpack(blob: Tensor) -> QuantizedMatrix:
     header = read_header(blob)
     codes = torch.empty(header.rows, header.cols, dtype=torch.int8)
     groups = header.scheme.groups(header.cols)
-    scales = torch.empty(header.rows, groups, dtype=torch.float16)
-    _core.unpack(_bytes(blob), codes.numpy(), scales.view(torch.uint16).numpy())
+    scales = torch.empty(header.rows, groups, dtype=SCALE_DTYPES[header.scheme.scale])
+    _core.unpack(_bytes(blob), codes.numpy(), scales.numpy())
     return QuantizedMatrix(header.scheme, codes, scales, header.exponent)
 
 

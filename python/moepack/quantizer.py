@@ -1,12 +1,13 @@
-"""Float weights to integer codes and fp16 scales, per group along K.
+"""Float weights to codes and scales, per group along K.
 
-W[n, k] = code[n, k] * scale[n, k / group] * 2^exponent. The exponent is one per matrix and keeps
-fp16 scales in their normal range however small or large the weights are. Two rules choose scales:
+W[n, k] = value(code[n, k]) * scale[n, k / group] * 2^exponent; an integer code is its own value.
+The exponent is one per matrix and keeps fp16 scales in their normal range however small or large
+the weights are. Two rules choose scales:
 
-`search`   the fp16 scale of least squared error among a fixed set of candidates, in C++;
+`search`   the scale of least squared error among a fixed set of candidates, in C++;
            docs/reference/packed-format.md defines it to the bit.
 `torchao`  torchao's symmetric rule (scale = amax / ((code_max - code_min) / 2)), rounded to fp16;
-           the codes are chosen by torchao against the rounded scale.
+           the codes are chosen by torchao against the rounded scale. Integer schemes only.
 """
 
 import os
@@ -29,8 +30,9 @@ Rule = Literal["search", "torchao"]
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
-    """codes [N, K] int8, scales [N, ceil(K / group)] fp16: W = codes * scales * 2^exponent.
+    """codes [N, K] int8, scales [N, ceil(K / group)]: W = value(codes) * scales * 2^exponent.
 
+    Scales are fp16; uint8 for mxfp4 (2^(scale - 127), and 0 for 0); fp32 for fp8.
     `scale_error`: the largest relative change of a scale that was given (a torchao tensor's) by
     its rounding to fp16; 0 where the scales were chosen in fp16.
     """
@@ -44,12 +46,33 @@ class QuantizedMatrix:
     def dequantize(self) -> Tensor:
         """fp32 [N, K]."""
         group, cols = self.scheme.group, self.codes.shape[1]
-        made, scales = self.codes.float(), self.scales.float()
+        made, scales = code_values(self.scheme, self.codes), scale_values(self.scales)
         whole = cols // group
         groups = made[:, : whole * group].unflatten(1, (whole, group))
         groups.mul_(scales[:, :whole, None])
         made[:, whole * group :] *= scales[:, whole:]
         return made.mul_(2.0**self.exponent)
+
+
+SCALE_DTYPES = {"fp16": torch.float16, "e8m0": torch.uint8, "fp32": torch.float32}
+
+_E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def code_values(found: Scheme, codes: Tensor) -> Tensor:
+    """What codes int8 [...] stand for, fp32, in units of their scale."""
+    if found.cell == "mxfp4":
+        return torch.cat([_E2M1_VALUES, -_E2M1_VALUES])[codes.long()]
+    if found.cell == "fp8":
+        return codes.view(torch.float8_e4m3fn).float()
+    return codes.float()
+
+
+def scale_values(scales: Tensor) -> Tensor:
+    """Scales of any scheme as fp32."""
+    if scales.dtype == torch.uint8:
+        return (scales.int() << 23).view(torch.float32)
+    return scales.float()
 
 
 def quantize(
@@ -60,11 +83,15 @@ def quantize(
     `where` names the matrix in errors ("layers.3.mlp expert 5 w13"). Raises BadWeights, naming
     row and column, if a weight is NaN or infinite or if there are no values (meta device).
     """
-    weights = _float_matrix(weight, where)
+    weights, found = _float_matrix(weight, where), scheme(scheme_)
     if rule == "search":
-        return _search(weights, scheme(scheme_), where)
+        return _search(weights, found, where)
     if rule == "torchao":
-        return _torchao_rule(weights, scheme(scheme_), where)
+        if not found.is_integer:
+            raise UnsupportedError(
+                f"{where}: the rule 'torchao' makes integer codes; {found.name} is made by 'search'"
+            )
+        return _torchao_rule(weights, found, where)
     raise UnsupportedError(f"quantization rule {rule!r}; supported: search, torchao")
 
 
@@ -145,12 +172,10 @@ def _float_matrix(weight: Tensor, where: str) -> Tensor:
 def _search(weights: Tensor, found: Scheme, where: str) -> QuantizedMatrix:
     rows, cols = weights.shape
     codes = torch.empty(rows, cols, dtype=torch.int8)
-    scales = torch.empty(rows, found.groups(cols), dtype=torch.float16)
+    scales = torch.empty(rows, found.groups(cols), dtype=SCALE_DTYPES[found.scale])
     array = weights.numpy()
-    exponent = _core.scale_exponent(array)
-    bad = _core.quantize_search(
-        found.name, array, exponent, codes.numpy(), scales.view(torch.uint16).numpy()
-    )
+    exponent = _core.scale_exponent(found.name, array)
+    bad = _core.quantize_search(found.name, array, exponent, codes.numpy(), scales.numpy())
     if bad is not None:
         raise _not_finite(weights, bad, where)
     return QuantizedMatrix(found, codes, scales, exponent)
@@ -167,7 +192,7 @@ def _torchao_rule(weights: Tensor, found: Scheme, where: str) -> QuantizedMatrix
     if bad is not None:
         raise _not_finite(weights, bad, where)
     cols = weights.shape[1]
-    exponent = _core.scale_exponent(weights.numpy())
+    exponent = _core.scale_exponent(found.name, weights.numpy())
     padded = F.pad(weights, (0, found.groups(cols) * found.group - cols))
     normal = torch.ldexp(padded, torch.tensor(-exponent))
     block = (1, found.group)

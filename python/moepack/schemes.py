@@ -11,14 +11,24 @@ from moepack.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Scheme:
-    """`group` weights along K share one fp16 scale; codes lie in `code_min .. code_max`."""
+    """`group` weights along K share one scale.
+
+    `scale` is the scales' type: "fp16", "e8m0" (powers of two, exponent + 127 in a byte) or "fp32".
+    Codes lie in `code_min .. code_max`: integers, or the bits of e2m1 (mxfp4) or e4m3 (fp8).
+    """
 
     name: str
     cell: str
     bits: int
+    scale: str
     group: int
     code_min: int
     code_max: int
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes are the weights in units of their scale."""
+        return self.cell in ("int4", "int8")
 
     def groups(self, cols: int) -> int:
         """Groups, and so scales, of a row of `cols` weights: K is padded to whole groups."""

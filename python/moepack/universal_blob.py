@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moepack.errors import PackedFormatError, UnsupportedError
 from moepack.quantizer import QuantizedMatrix
-from moepack.schemes import SCHEMES, scheme
+from moepack.schemes import SCHEMES, Scheme, scheme
 
 _NR, _KR, _SR = 8, 16, 2
 _HEADER_BYTES = 64
@@ -30,6 +30,13 @@ _MAGIC, _UNIVERSAL = 6712, 1
 BITS = (4, 8)
 _RUN = 32  # 4-bit codes are packed so many at a time
 _SCALE_AND_SUM_BYTES = 8
+
+
+def require_integers(found: Scheme) -> None:
+    if not found.is_integer:
+        raise UnsupportedError(
+            f"scheme {found.name!r} in torchao's layout; supported there: int4 and int8 schemes"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +93,10 @@ def universal_bytes(bits: int, rows: int, cols: int, group: int) -> int:
 def pack_universal(matrix: QuantizedMatrix) -> Tensor:
     """A quantized matrix as one universal blob, uint8 [bytes]; codes and scales stay as they are.
 
-    Raises UnsupportedError if K is not a multiple of the group, or a scale is beyond fp32.
+    Raises UnsupportedError if the scheme has other codes than integers, K is not a multiple of the
+    group, or a scale is beyond fp32.
     """
+    require_integers(matrix.scheme)
     exact = torch.ldexp(matrix.scales.double(), torch.tensor(matrix.exponent))
     scales = exact.float()
     if not torch.equal(scales.double(), exact):

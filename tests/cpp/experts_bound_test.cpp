@@ -35,7 +35,8 @@ std::vector<Bounded> after_quantizing(const std::vector<Bounded>& v) {
 }
 
 std::vector<Bounded> bounded_gemm(const plain::Decoded& w, const std::vector<Bounded>& a, const float* bias) {
-  const std::vector<Bounded> q = after_quantizing(a);
+  const bool quantizes = w.cell != Cell::fp8;  // otherwise every product is a term of its own
+  const std::vector<Bounded> q = quantizes ? after_quantizing(a) : a;
   std::vector<Bounded> out;
   for (std::int64_t n = 0; n < w.rows; ++n) {
     double value = bias ? bias[n] : 0.0, error = 0.0, magnitude = std::fabs(value);
@@ -44,7 +45,7 @@ std::vector<Bounded> bounded_gemm(const plain::Decoded& w, const std::vector<Bou
       error += std::fabs(w.weight(n, k)) * q[k].error;
       magnitude += std::fabs(w.weight(n, k)) * (std::fabs(q[k].value) + q[k].error);
     }
-    out.push_back({value, error + rounding(w.groups(), magnitude)});
+    out.push_back({value, error + rounding(quantizes ? w.groups() : w.cols, magnitude)});
   }
   return out;
 }

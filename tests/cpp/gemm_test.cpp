@@ -26,7 +26,7 @@ struct Activations {
       for (std::int64_t g = 0; g < padded; g += group)
         offsets.push_back(-8 * std::accumulate(own.begin() + g, own.begin() + g + group, 0));
     }
-    rows = {codes.data(), scales.data(), offsets.data(), padded, ceil_div(cols, 128), padded / group};
+    rows = {codes.data(), scales.data(), offsets.data(), padded, ceil_div(cols, 128), padded / group, nullptr, 0};
   }
 
   std::vector<plain::Quantized> quantized;
@@ -48,13 +48,15 @@ std::vector<plain::Quantized> random_rows(int count, std::int64_t cols, std::uin
 Floats kernel_gemm(const std::string& isa, const made::Matrix& m, const Activations& a,
                    const std::vector<std::int32_t>& index, const float* bias) {
   const gemm::Kernel& kernel = made::kernel_of(isa);
-  const auto gemm = kernel.gemm[m.scheme->cell == Cell::int4 ? 0 : 1];
+  const gemm::PanelKind kinds[] = {gemm::PanelKind::int4, gemm::PanelKind::int8, gemm::PanelKind::mxfp4};
+  const int cell = static_cast<int>(m.scheme->cell) - 1;
+  const auto gemm = kernel.gemm[static_cast<int>(kinds[cell])];
   const std::vector<std::uint8_t> blob = m.pack(RowOrder::plain);
   const std::int64_t width = round_up(m.rows, 16);
   Floats out(index.size() * static_cast<std::size_t>(width), made::kNaN);
   for (std::int64_t p = 0; p < width / 16; ++p)
     gemm({blob.data() + 64 + p * panel_bytes(*m.scheme, m.cols), static_cast<int>(m.groups()), m.scheme->group,
-          std::ldexp(1.0f, m.exponent)},
+          std::ldexp(1.0f, m.exponent - (m.scheme->cell == Cell::mxfp4 ? 1 : 0))},
          a.rows, index.data(), static_cast<int>(index.size()), bias ? bias + 16 * p : nullptr, out.data() + 16 * p,
          width);
   return out;
@@ -89,7 +91,7 @@ void expect_all_isas(const made::Matrix& m, const Activations& a, const std::vec
 }
 
 TEST(Gemm, ShapesWithTails) {
-  for (const Scheme* scheme : made::all_schemes())
+  for (const Scheme* scheme : made::quantizing_schemes())
     for (const std::int64_t cols : {1, 31, 32, 33, 64, 127, 128, 129, 160, 300, 512})
       for (const std::int64_t rows : {1, 17}) {
         const made::Matrix m = made::matrix(*scheme, rows, cols, 21);
@@ -98,7 +100,7 @@ TEST(Gemm, ShapesWithTails) {
 }
 
 TEST(Gemm, RowCountsAroundEveryTile) {
-  for (const Scheme* scheme : made::all_schemes())
+  for (const Scheme* scheme : made::quantizing_schemes())
     for (int count = 0; count <= 20; ++count) {
       const made::Matrix m = made::matrix(*scheme, 16, 200, 23);
       expect_all_isas(m, Activations(random_rows(count, 200, 24), 200, scheme->group), all_rows(count));
@@ -107,14 +109,14 @@ TEST(Gemm, RowCountsAroundEveryTile) {
 
 TEST(Gemm, Bias) {
   const Floats bias = made::Random(25).floats(48);
-  for (const Scheme* scheme : made::all_schemes()) {
+  for (const Scheme* scheme : made::quantizing_schemes()) {
     const made::Matrix m = made::matrix(*scheme, 48, 96, 26);
     expect_all_isas(m, Activations(random_rows(9, 96, 27), 96, scheme->group), all_rows(9), bias.data());
   }
 }
 
 TEST(Gemm, RowsInAnyOrderAndRepeated) {
-  for (const Scheme* scheme : made::all_schemes()) {
+  for (const Scheme* scheme : made::quantizing_schemes()) {
     const made::Matrix m = made::matrix(*scheme, 16, 130, 28);
     expect_all_isas(m, Activations(random_rows(7, 130, 29), 130, scheme->group), {6, 0, 3, 3, 3, 5, 1, 0, 2, 6, 4});
   }
@@ -137,12 +139,18 @@ TEST(Gemm, EveryFiniteScale) {
   }
 }
 
+// The codes of the least and of the largest value.
+std::pair<int, int> extremes(const Scheme& scheme) {
+  if (scheme.cell == Cell::mxfp4) return {15, 7};
+  return {-scheme.code_max - 1, scheme.code_max};
+}
+
 // The largest sums there are: what saturates or wraps in 16 bits shows here.
 TEST(Gemm, ExtremeCodes) {
-  for (const Scheme* scheme : made::all_schemes()) {
-    const int least = -scheme->code_max - 1;
-    for (const int even : {least, scheme->code_max})
-      for (const int odd : {least, scheme->code_max})
+  for (const Scheme* scheme : made::quantizing_schemes()) {
+    const auto [least, most] = extremes(*scheme);
+    for (const int even : {least, most})
+      for (const int odd : {least, most})
         for (const int a_even : {-127, 127})
           for (const int a_odd : {-127, 127}) {
             made::Matrix m = made::matrix(*scheme, 16, 256, 34);
@@ -156,10 +164,11 @@ TEST(Gemm, ExtremeCodes) {
 
 TEST(Gemm, RandomExtremeCodes) {
   made::Random random(35);
-  for (const Scheme* scheme : made::all_schemes())
+  for (const Scheme* scheme : made::quantizing_schemes())
     for (int round = 0; round < 20; ++round) {
       made::Matrix m = made::matrix(*scheme, 16, 128, 36);
-      const int codes[] = {-scheme->code_max - 1, -scheme->code_max, scheme->code_max, 0};
+      const auto [least, most] = extremes(*scheme);
+      const int codes[] = {least, least ^ 1, most, 0};
       for (std::int8_t& code : m.codes) code = static_cast<std::int8_t>(codes[random.below(4)]);
       std::vector<plain::Quantized> rows(9, {std::vector<std::int8_t>(128), {0.5f}});
       for (plain::Quantized& q : rows)
@@ -169,7 +178,7 @@ TEST(Gemm, RandomExtremeCodes) {
 }
 
 TEST(Gemm, ANaNRowStaysAlone) {
-  for (const Scheme* scheme : made::all_schemes()) {
+  for (const Scheme* scheme : made::quantizing_schemes()) {
     const made::Matrix m = made::matrix(*scheme, 16, 200, 37);
     std::vector<plain::Quantized> rows = random_rows(9, 200, 38);
     const Floats clean = plain_gemm(m, Activations(rows, 200, scheme->group), all_rows(9), nullptr);
@@ -196,7 +205,7 @@ TEST(Gemm, StaysWithinItsColumns) {
   for (const std::string& isa : made::supported_isas()) {
     Floats out(13 * 50, 77.0f);
     made::kernel_of(isa).gemm[0]({blob.data() + 64, 2, 32, 1.0f}, a.rows, all_rows(11).data(), 11, nullptr,
-                                   out.data() + 50 + 17, 50);
+                                 out.data() + 50 + 17, 50);
     for (int r = 0; r < 13; ++r)
       for (int c = 0; c < 50; ++c) {
         const bool written = r >= 1 && r <= 11 && c >= 17 && c < 33;

@@ -70,6 +70,22 @@ inline std::vector<const Scheme*> all_schemes() {
   return result;
 }
 
+// Those with integer codes and fp16 scales.
+inline std::vector<const Scheme*> integer_schemes() {
+  std::vector<const Scheme*> result;
+  for (const Scheme* scheme : all_schemes())
+    if (cell_info(scheme->cell).scale == ScaleType::fp16) result.push_back(scheme);
+  return result;
+}
+
+// Those whose weights are multiplied with quantized activations.
+inline std::vector<const Scheme*> quantizing_schemes() {
+  std::vector<const Scheme*> result;
+  for (const Scheme* scheme : all_schemes())
+    if (scheme->cell != Cell::fp8) result.push_back(scheme);
+  return result;
+}
+
 inline std::vector<std::string> supported_isas() {
   std::vector<std::string> names;
   for (int i = 0; i < isa_count(); ++i)
@@ -133,33 +149,72 @@ class Workspace {
   std::uint8_t* begin_;
 };
 
-// Codes and scales as pack() takes them.
+template <class T>
+std::vector<std::uint8_t> bytes_of(const std::vector<T>& values) {
+  const auto* begin = reinterpret_cast<const std::uint8_t*>(values.data());
+  return {begin, begin + values.size() * sizeof(T)};
+}
+
+// Codes and scales as pack() takes them; of the scales, those of the cell's type.
 struct Matrix {
   const Scheme* scheme;
   std::int64_t rows, cols;
   std::int32_t exponent;
   std::vector<std::int8_t> codes;
   std::vector<std::uint16_t> scales;
+  std::vector<std::uint8_t> e8m0 = {};
+  std::vector<float> fp32 = {};
 
+  std::vector<std::uint8_t> scale_bytes() const {
+    return scheme->cell == Cell::mxfp4 ? e8m0 : scheme->cell == Cell::fp8 ? bytes_of(fp32) : bytes_of(scales);
+  }
   std::int64_t groups() const { return ceil_div(cols, scheme->group); }
   std::vector<std::uint8_t> pack(RowOrder order) const {
     std::vector<std::uint8_t> blob(static_cast<std::size_t>(packed_bytes(*scheme, rows, cols, order)), 0xcc);
-    moepack::pack(*scheme, order, rows, cols, codes.data(), scales.data(), exponent, blob.data());
+    moepack::pack(*scheme, order, rows, cols, codes.data(), scale_bytes().data(), exponent, blob.data());
     return blob;
   }
 };
 
-// Every code that the cell holds, scales of either sign, weights of about 1 / sqrt(cols).
+// Every code that the cell holds, weights of about 1 / sqrt(cols).
+inline Matrix float_matrix(const Scheme& scheme, std::int64_t rows, std::int64_t cols, std::uint32_t seed) {
+  Random random(seed);
+  Matrix m{&scheme, rows, cols, static_cast<std::int32_t>(random.below(3)) - 1, {}, {}, {}, {}};
+  while (static_cast<std::int64_t>(m.codes.size()) < rows * cols) {
+    const auto code = static_cast<std::int8_t>(random.bits());
+    if (scheme.cell == Cell::mxfp4) m.codes.push_back(static_cast<std::int8_t>(code & 15));
+    if (scheme.cell == Cell::fp8 && is_code(scheme, code)) m.codes.push_back(code);
+  }
+  const int size = std::ilogb(std::sqrt(static_cast<float>(cols)) * (scheme.cell == Cell::fp8 ? 100.0f : 3.0f));
+  for (std::int64_t i = 0; i < rows * m.groups(); ++i) {
+    m.e8m0.push_back(static_cast<std::uint8_t>(126 - size + random.below(3)));
+    m.fp32.push_back(std::ldexp(random.uniform(0.5f, 2.0f), -size));
+  }
+  return m;
+}
+
+// Scales of either sign where the cell has such.
 inline Matrix matrix(const Scheme& scheme, std::int64_t rows, std::int64_t cols, std::uint32_t seed) {
+  if (cell_info(scheme.cell).scale != ScaleType::fp16) return float_matrix(scheme, rows, cols, seed);
   Random random(seed);
   const int half_range = scheme.code_max;  // codes from -half_range - 1 on
   Matrix m{&scheme, rows, cols, -std::ilogb(static_cast<float>(half_range) * std::sqrt(static_cast<float>(cols))),
-           {},      {}};
+           {},      {},   {},   {}};
   for (std::int64_t i = 0; i < rows * cols; ++i)
     m.codes.push_back(static_cast<std::int8_t>(random.below(2 * half_range + 2) - half_range - 1));
   for (std::int64_t i = 0; i < rows * m.groups(); ++i)
     m.scales.push_back(half_from_float(random.uniform(0.5f, 2.0f) * (random.below(4) ? 1.0f : -1.0f)));
   return m;
+}
+
+// IEEE 802.3, bit by bit, of what follows the first `skip` bytes.
+inline std::uint32_t crc32(const std::vector<std::uint8_t>& bytes, std::size_t skip) {
+  std::uint32_t crc = 0xffffffffu;
+  for (std::size_t i = skip; i < bytes.size(); ++i) {
+    crc ^= bytes[i];
+    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320u : 0);
+  }
+  return ~crc;
 }
 
 // The experts of a layer.

@@ -34,7 +34,8 @@ std::string refusal(const Bytes& blob) {
 
 TEST(Packed, Sizes) {
   const std::pair<const char*, int> expected[] = {{"int4-g32", 288}, {"int4-g64", 544},  {"int4-g128", 1056},
-                                                  {"int8-g32", 544}, {"int8-g64", 1056}, {"int8-g128", 2080}};
+                                                  {"int8-g32", 544}, {"int8-g64", 1056}, {"int8-g128", 2080},
+                                                  {"mxfp4", 272},    {"fp8-b128", 2112}};
   for (const auto& [name, bytes] : expected) EXPECT_EQ(group_bytes(*find_scheme(name)), bytes) << name;
   const Scheme& scheme = *find_scheme("int4-g32");
   EXPECT_EQ(packed_bytes(scheme, 17, 33, RowOrder::plain), 64 + 2 * 2 * 288);
@@ -72,6 +73,31 @@ TEST(Packed, GoldenInt8GateUp) {
   EXPECT_EQ(m.pack(RowOrder::gate_up), golden);
 }
 
+TEST(Packed, GoldenMxfp4) {
+  Bytes golden(64 + 272, 0);
+  put(golden, 0, {'M', 'O', 'E', 'P', 1, 0, 3, 0, 2, 0, 0, 0, 6, 0, 0, 0, 32});
+  put(golden, 64, {0xc1, 0x7f, 0x08, 0x02, 0x39, 0x00, 0x04, 0x05});
+  put(golden, 64 + 256, {127, 120});
+  const std::uint32_t crc = made::crc32(golden, 64);
+  std::memcpy(golden.data() + 24, &crc, 4);
+
+  const made::Matrix m{find_scheme("mxfp4"), 2, 6, 0, {1, 15, 8, 2, 12, 7, 9, 0, 4, 5, 3, 0}, {}, {127, 120}, {}};
+  EXPECT_EQ(m.pack(RowOrder::plain), golden);
+}
+
+TEST(Packed, GoldenFp8) {
+  Bytes golden(64 + 2112, 0);
+  put(golden, 0, {'M', 'O', 'E', 'P', 1, 0, 4, 0, 2, 0, 0, 0, 3, 0, 0, 0, 128});
+  for (int k = 0; k < 3; ++k)
+    put(golden, static_cast<std::size_t>(64 + 16 * k), {static_cast<std::uint8_t>(0x38 + k), 0xfe});
+  put(golden, 64 + 2048, {0, 0, 0x80, 0x3f, 0, 0, 0, 0xc0});
+  const std::uint32_t crc = made::crc32(golden, 64);
+  std::memcpy(golden.data() + 24, &crc, 4);
+
+  const made::Matrix m{find_scheme("fp8-b128"), 2, 3, 0, {0x38, 0x39, 0x3a, -2, -2, -2}, {}, {}, {1.0f, -2.0f}};
+  EXPECT_EQ(m.pack(RowOrder::plain), golden);
+}
+
 TEST(Packed, AnIndependentDecoderReadsWhatPackWrote) {
   for (const Scheme* scheme : made::all_schemes())
     for (const RowOrder order : kOrders)
@@ -82,7 +108,7 @@ TEST(Packed, AnIndependentDecoderReadsWhatPackWrote) {
         const Bytes blob = m.pack(order);
         const plain::Decoded decoded = plain::decode(blob.data());
         ASSERT_EQ(decoded.codes, m.codes);
-        ASSERT_EQ(decoded.half, m.scales);
+        ASSERT_EQ(decoded.scale_bytes, m.scale_bytes());
         ASSERT_EQ(decoded.exponent, m.exponent);
       }
 }
@@ -98,7 +124,8 @@ TEST(Packed, PaddingIsZero) {
           for (std::int64_t c = 0; c < 16; ++c) {
             const bool row_exists = (order == RowOrder::gate_up ? panel / 2 : panel) * 16 + c < part;
             for (std::int64_t g = row_exists ? at.groups : 0; g < at.groups; ++g)
-              ASSERT_EQ(at.scale(blob.data(), panel, c, g), 0);
+              for (std::int64_t byte = 0; byte < at.scale_size; ++byte)
+                ASSERT_EQ(at.scale(blob.data(), panel, c, g)[byte], 0);
             for (std::int64_t k = row_exists ? cols : 0; k < at.groups * at.group; ++k)
               ASSERT_EQ(at.code(blob.data(), panel, c, k), 0) << scheme->name << panel << " " << c << " " << k;
           }
@@ -112,10 +139,10 @@ TEST(Packed, UnpackIsTheInverse) {
         const made::Matrix m = made::matrix(*scheme, rows, cols, 8);
         const Bytes blob = m.pack(order);
         std::vector<std::int8_t> codes(m.codes.size(), 99);
-        std::vector<std::uint16_t> scales(m.scales.size(), 99);
+        Bytes scales(m.scale_bytes().size(), 99);
         unpack(blob.data(), codes.data(), scales.data());
         ASSERT_EQ(codes, m.codes) << scheme->name << " " << rows << "x" << cols;
-        ASSERT_EQ(scales, m.scales);
+        ASSERT_EQ(scales, m.scale_bytes());
       }
 }
 
@@ -125,17 +152,20 @@ TEST(Packed, WhatPackWroteIsAccepted) {
       for (const auto& [rows, cols] : shapes(order)) {
         const Bytes blob = made::matrix(*scheme, rows, cols, 9).pack(order);
         const std::int64_t bytes = static_cast<std::int64_t>(blob.size());
-        EXPECT_EQ(bytes % 32, 0);
+        EXPECT_EQ(bytes % 16, 0);
         EXPECT_TRUE(check_header(blob.data(), bytes, *scheme, rows, cols, order).ok());
         EXPECT_TRUE(verify(blob.data(), bytes).ok());
       }
 }
 
 TEST(Packed, ExponentsAtTheEndsAreAccepted) {
-  for (const int exponent : {-126, 127}) {
-    made::Matrix m = made::matrix(*find_scheme("int4-g64"), 3, 5, 1);
-    m.exponent = exponent;
-    EXPECT_EQ(refusal(m.pack(RowOrder::plain)), "");
+  for (const Scheme* scheme : made::all_schemes()) {
+    made::Matrix m = made::matrix(*scheme, 3, 5, 1);
+    const ExponentRange range = exponent_range(scheme->cell);
+    for (const int exponent : {range.min - 1, range.min, range.max, range.max + 1}) {
+      m.exponent = exponent;
+      EXPECT_EQ(refusal(m.pack(RowOrder::plain)).empty(), exponent >= range.min && exponent <= range.max);
+    }
   }
 }
 
@@ -162,8 +192,8 @@ TEST_F(Refusal, ANewerVersionByName) {
 }
 
 TEST_F(Refusal, UnknownSchemes) {
-  for (const std::uint8_t cell : {0, 3, 255})
-    EXPECT_TRUE(contains(with(6, cell), "no known scheme; supported: int4-g32"));
+  for (const std::uint8_t cell : {0, 3, 4, 5, 255})
+    EXPECT_TRUE(contains(with(6, cell), cell == 3 ? "makes" : "no known scheme; supported: int4-g32"));
   for (const std::uint8_t group : {0, 31, 33, 96}) EXPECT_TRUE(contains(with(16, group), "no known scheme"));
 }
 
@@ -247,7 +277,7 @@ void expect_safe(const Bytes& blob) {
   if (!read_header(blob.data(), bytes, header).ok()) return;
   const std::int64_t groups = ceil_div(header.cols, header.group);
   std::vector<std::int8_t> codes(static_cast<std::size_t>(header.rows) * header.cols);
-  std::vector<std::uint16_t> scales(header.rows * static_cast<std::size_t>(groups));
+  std::vector<float> scales(header.rows * static_cast<std::size_t>(groups));  // the largest type
   unpack(blob.data(), codes.data(), scales.data());
 }
 

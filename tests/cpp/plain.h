@@ -14,36 +14,65 @@
 
 namespace moepack::plain {
 
-// A matrix read from its blob, one element after the other.
-struct Decoded {
-  std::int64_t rows, cols, group;
-  std::int32_t exponent;
-  std::vector<std::int8_t> codes;   // [rows, cols]
-  std::vector<std::uint16_t> half;  // [rows, groups], fp16 bits
-
-  std::int64_t groups() const { return (cols + group - 1) / group; }
-  float scale(std::int64_t n, std::int64_t g) const { return float_from_half(half[n * groups() + g]); }
-  double weight(std::int64_t n, std::int64_t k) const {
-    return std::ldexp(codes[n * cols + k] * static_cast<double>(scale(n, k / group)), exponent);
-  }
-};
-
 inline std::uint32_t little_endian(const std::uint8_t* p, int bytes) {
   std::uint32_t value = 0;
   for (int i = bytes - 1; i >= 0; --i) value = value << 8 | p[i];
   return value;
 }
 
+// Sign, exponent, mantissa.
+inline float e2m1(std::int8_t code) {
+  const int exponent = code >> 1 & 3, mantissa = code & 1;
+  const float value = exponent == 0 ? 0.5f * static_cast<float>(mantissa)
+                                    : std::ldexp(1.0f + 0.5f * static_cast<float>(mantissa), exponent - 1);
+  return code & 8 ? -value : value;
+}
+
+inline float e4m3(std::int8_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  const float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                    : std::ldexp(8.0f + static_cast<float>(mantissa), exponent - 10);
+  return code & 0x80 ? -value : value;
+}
+
+// A matrix read from its blob, one element after the other.
+struct Decoded {
+  Cell cell;
+  std::int64_t rows, cols, group;
+  std::int32_t exponent;
+  std::vector<std::int8_t> codes;         // [rows, cols]
+  std::vector<std::uint8_t> scale_bytes;  // [rows, groups] as stored
+
+  std::int64_t groups() const { return (cols + group - 1) / group; }
+  float scale(std::int64_t n, std::int64_t g) const {
+    const std::int64_t i = n * groups() + g;
+    if (cell == Cell::mxfp4) return float_from_bits(std::uint32_t{scale_bytes[i]} << 23);
+    if (cell == Cell::fp8) return float_from_bits(little_endian(&scale_bytes[4 * i], 4));
+    return float_from_half(static_cast<std::uint16_t>(little_endian(&scale_bytes[2 * i], 2)));
+  }
+  float value(std::int64_t n, std::int64_t k) const {
+    const std::int8_t code = codes[n * cols + k];
+    return cell == Cell::mxfp4 ? e2m1(code) : cell == Cell::fp8 ? e4m3(code) : static_cast<float>(code);
+  }
+  double weight(std::int64_t n, std::int64_t k) const {
+    return std::ldexp(value(n, k) * static_cast<double>(scale(n, k / group)), exponent);
+  }
+};
+
 // The format's addresses, for any row and k of the padded matrix.
 struct Addresses {
   explicit Addresses(const std::uint8_t* blob)
-      : int4(little_endian(blob + 6, 2) == 1),
+      : cell(static_cast<Cell>(little_endian(blob + 6, 2))),
         rows(little_endian(blob + 8, 4)),
         cols(little_endian(blob + 12, 4)),
         group(little_endian(blob + 16, 4)),
         gate_up(little_endian(blob + 28, 2) == 1),
+        nibbles(cell == Cell::int4 || cell == Cell::mxfp4),
+        scale_size(cell == Cell::mxfp4 ? 1
+                   : cell == Cell::fp8 ? 4
+                                       : 2),
         groups((cols + group - 1) / group),
-        group_bytes(group * (int4 ? 8 : 16) + 32) {}
+        group_bytes(group * (nibbles ? 8 : 16) + 16 * scale_size) {}
 
   std::int64_t panel(std::int64_t row) const {
     if (!gate_up) return row / 16;
@@ -56,26 +85,31 @@ struct Addresses {
   std::int8_t code(const std::uint8_t* blob, std::int64_t panel, std::int64_t column, std::int64_t k) const {
     const std::uint8_t* cells = blob + group_at(panel, k / group);
     const std::int64_t within = k % group;
-    if (!int4) return static_cast<std::int8_t>(cells[within / 4 * 64 + column * 4 + within % 4]);
+    if (cell == Cell::fp8) return static_cast<std::int8_t>(cells[within * 16 + column]);
+    if (cell == Cell::int8) return static_cast<std::int8_t>(cells[within / 4 * 64 + column * 4 + within % 4]);
     const std::uint8_t byte = cells[within / 8 * 64 + column * 4 + within % 4];
-    return static_cast<std::int8_t>((within % 8 < 4 ? byte & 15 : byte >> 4) - 8);
+    return static_cast<std::int8_t>((within % 8 < 4 ? byte & 15 : byte >> 4) - (cell == Cell::int4 ? 8 : 0));
   }
-  std::uint16_t scale(const std::uint8_t* blob, std::int64_t panel, std::int64_t column, std::int64_t g) const {
-    return static_cast<std::uint16_t>(little_endian(blob + group_at(panel, g) + group_bytes - 32 + 2 * column, 2));
+  // The bytes of a scale.
+  const std::uint8_t* scale(const std::uint8_t* blob, std::int64_t panel, std::int64_t column, std::int64_t g) const {
+    return blob + group_at(panel, g) + group_bytes - scale_size * (16 - column);
   }
 
-  bool int4;
+  Cell cell;
   std::int64_t rows, cols, group;
-  bool gate_up;
-  std::int64_t groups, group_bytes;
+  bool gate_up, nibbles;
+  std::int64_t scale_size, groups, group_bytes;
 };
 
 inline Decoded decode(const std::uint8_t* blob) {
   const Addresses at(blob);
-  Decoded m{at.rows, at.cols, at.group, static_cast<std::int32_t>(little_endian(blob + 20, 4)), {}, {}};
+  Decoded m{at.cell, at.rows, at.cols, at.group, static_cast<std::int32_t>(little_endian(blob + 20, 4)), {}, {}};
   for (std::int64_t n = 0; n < m.rows; ++n) {
     for (std::int64_t k = 0; k < m.cols; ++k) m.codes.push_back(at.code(blob, at.panel(n), at.column(n), k));
-    for (std::int64_t g = 0; g < at.groups; ++g) m.half.push_back(at.scale(blob, at.panel(n), at.column(n), g));
+    for (std::int64_t g = 0; g < at.groups; ++g) {
+      const std::uint8_t* scale = at.scale(blob, at.panel(n), at.column(n), g);
+      m.scale_bytes.insert(m.scale_bytes.end(), scale, scale + at.scale_size);
+    }
   }
   return m;
 }
@@ -118,35 +152,58 @@ inline Quantized quantize(const std::vector<float>& v) {
   return q;
 }
 
-// Row n of the weights against a quantized row, without bias.
+// Row n of the weights against a quantized row, without bias. mxfp4's values are taken twice.
 inline float dot(const Decoded& w, std::int64_t n, const Quantized& a) {
+  const bool halves = w.cell == Cell::mxfp4;
   float acc = 0.0f;
   for (std::int64_t begin = 0; begin < w.cols; begin += 128) {
     const std::int64_t end = std::min<std::int64_t>(w.cols, begin + 128);
     float inner = 0.0f;
     for (std::int64_t k = begin; k < end; k += w.group) {
       std::int32_t idot = 0;
-      for (std::int64_t i = k; i < std::min(end, k + w.group); ++i) idot += w.codes[n * w.cols + i] * a.codes[i];
+      for (std::int64_t i = k; i < std::min(end, k + w.group); ++i)
+        idot += static_cast<std::int32_t>(w.value(n, i) * (halves ? 2.0f : 1.0f)) * a.codes[i];
       inner = std::fma(static_cast<float>(idot), w.scale(n, k / w.group), inner);
     }
     acc = std::fma(inner, a.scales[begin / 128], acc);
   }
-  return acc * std::ldexp(1.0f, w.exponent);
+  return acc * std::ldexp(1.0f, w.exponent - (halves ? 1 : 0));
 }
 
-inline std::vector<float> gemm(const Decoded& w, const Quantized& a, const float* bias) {
+// The same against a row of values, for fp8.
+inline float dot(const Decoded& w, std::int64_t n, const std::vector<float>& a) {
+  float acc = 0.0f;
+  for (std::int64_t begin = 0; begin < w.cols; begin += 128) {
+    float part[4] = {};
+    for (std::int64_t k = begin; k < begin + 128; ++k) {
+      const bool inside = k < w.cols;
+      float& p = part[(k - begin) / 32];
+      p = std::fma(inside ? a[k] : 0.0f, inside ? w.value(n, k) * 0x1p-8f : 0.0f, p);
+    }
+    acc = std::fma(((part[0] + part[1]) + part[2]) + part[3], w.scale(n, begin / 128), acc);
+  }
+  return acc * std::ldexp(1.0f, w.exponent + 8);
+}
+
+template <class Row>
+std::vector<float> gemm(const Decoded& w, const Row& a, const float* bias) {
   std::vector<float> out;
   for (std::int64_t n = 0; n < w.rows; ++n) out.push_back(bias ? dot(w, n, a) + bias[n] : dot(w, n, a));
   return out;
 }
 
+// Quantizes the values first, unless the weights are fp8.
+inline std::vector<float> project(const Decoded& w, const std::vector<float>& values, const float* bias) {
+  return w.cell == Cell::fp8 ? gemm(w, values, bias) : gemm(w, quantize(values), bias);
+}
+
 // One expert on one row: the output of w2.
-inline std::vector<float> expert(const ExpertTensors& t, const Shape& s, std::int64_t e, const Quantized& x) {
+inline std::vector<float> expert(const ExpertTensors& t, const Shape& s, std::int64_t e, const std::vector<float>& x) {
   const Decoded w13 = decode(t.packed_w13 + e * t.bytes13), w2 = decode(t.packed_w2 + e * t.bytes2);
-  const std::vector<float> gate_up = gemm(w13, x, t.bias13 ? t.bias13 + e * 2 * s.F : nullptr);
+  const std::vector<float> gate_up = project(w13, x, t.bias13 ? t.bias13 + e * 2 * s.F : nullptr);
   std::vector<float> h;
   for (std::int64_t f = 0; f < s.F; ++f) h.push_back(silu_times(gate_up[f], gate_up[s.F + f]));
-  return gemm(w2, quantize(h), t.bias2 ? t.bias2 + e * s.D : nullptr);
+  return project(w2, h, t.bias2 ? t.bias2 + e * s.D : nullptr);
 }
 
 // x [T, D] -> [T, D], before the result is rounded to the dtype of x.
@@ -154,9 +211,9 @@ inline std::vector<float> experts(const ExpertTensors& t, const Shape& s, const 
                                   const std::vector<std::int64_t>& ids, const std::vector<float>& weights) {
   std::vector<float> y(static_cast<std::size_t>(s.T * s.D), 0.0f);
   for (std::int64_t token = 0; token < s.T; ++token) {
-    const Quantized q = quantize({x.begin() + token * s.D, x.begin() + (token + 1) * s.D});
+    const std::vector<float> row(x.begin() + token * s.D, x.begin() + (token + 1) * s.D);
     for (std::int64_t pair = token * s.K; pair < (token + 1) * s.K; ++pair) {
-      const std::vector<float> o = expert(t, s, ids[pair], q);
+      const std::vector<float> o = expert(t, s, ids[pair], row);
       for (std::int64_t d = 0; d < s.D; ++d) y[token * s.D + d] = std::fma(weights[pair], o[d], y[token * s.D + d]);
     }
   }

@@ -32,7 +32,7 @@ struct Quantized {
 
 Quantized quantized(const Scheme& scheme, const std::vector<float>& w, std::int64_t cols) {
   const std::int64_t rows = static_cast<std::int64_t>(w.size()) / cols;
-  Quantized q{&scheme, rows, cols, scale_exponent(w.data(), rows * cols), {}, {}};
+  Quantized q{&scheme, rows, cols, scale_exponent(scheme, w.data(), rows * cols), {}, {}};
   q.codes.assign(w.size(), 99);
   q.scales.assign(static_cast<std::size_t>(rows * ceil_div(cols, scheme.group)), 99);
   EXPECT_EQ(quantize_search(scheme, w.data(), rows, cols, q.exponent, q.codes.data(), q.scales.data()).row, -1);
@@ -80,7 +80,7 @@ std::uint16_t plain_search(const Scheme& scheme, const std::vector<float>& w, st
 }
 
 TEST(Quantize, EqualsTheDocumentedSearch) {
-  for (const Scheme* scheme : made::all_schemes())
+  for (const Scheme* scheme : made::integer_schemes())
     for (const float factor : {1.0f, 1e-33f, 3e30f})
       for (const std::int64_t cols : {1, 31, 33, 128, 200}) {
         const std::vector<float> w = trained(3 * cols, factor, 17);
@@ -97,7 +97,7 @@ TEST(Quantize, EqualsTheDocumentedSearch) {
 }
 
 TEST(Quantize, Exponents) {
-  const auto exponent = [](float w) { return scale_exponent(&w, 1); };
+  const auto exponent = [](float w) { return scale_exponent(*find_scheme("int4-g32"), &w, 1); };
   EXPECT_EQ(exponent(1.0f), -14);
   EXPECT_EQ(exponent(-1.999f), -14);
   EXPECT_EQ(exponent(2.0f), -13);
@@ -106,11 +106,11 @@ TEST(Quantize, Exponents) {
   EXPECT_EQ(exponent(3.4e38f), 113);
   EXPECT_EQ(exponent(0x1p-112f), -126);
   EXPECT_EQ(exponent(1e-45f), -126);
-  EXPECT_EQ(scale_exponent(nullptr, 0), 0);
+  EXPECT_EQ(scale_exponent(*find_scheme("int4-g32"), nullptr, 0), 0);
 }
 
 TEST(Quantize, ZeroMatrixIsExactlyZero) {
-  for (const Scheme* scheme : made::all_schemes()) {
+  for (const Scheme* scheme : made::integer_schemes()) {
     const Quantized q = quantized(*scheme, {0.0f, -0.0f, 0.0f, -0.0f}, 2);
     EXPECT_EQ(q.exponent, 0);
     EXPECT_EQ(q.codes, std::vector<std::int8_t>(4, 0));
@@ -119,7 +119,7 @@ TEST(Quantize, ZeroMatrixIsExactlyZero) {
 }
 
 TEST(Quantize, AZeroRowAmongOthersIsExactlyZero) {
-  for (const Scheme* scheme : made::all_schemes()) {
+  for (const Scheme* scheme : made::integer_schemes()) {
     std::vector<float> w = trained(3 * 200, 1.0f);
     std::fill(w.begin() + 200, w.begin() + 400, -0.0f);
     const Quantized q = quantized(*scheme, w, 200);
@@ -131,7 +131,7 @@ TEST(Quantize, AZeroRowAmongOthersIsExactlyZero) {
 }
 
 TEST(Quantize, ConstantRowsAreOffByHalfAStepAtMost) {
-  for (const Scheme* scheme : made::all_schemes())
+  for (const Scheme* scheme : made::integer_schemes())
     for (const float c : {1.0f, -1.0f, 0.7f, -1e-20f, 3e7f})
       for (const std::int64_t cols : {1, 32, 130}) {
         const Quantized q = quantized(*scheme, std::vector<float>(static_cast<std::size_t>(cols), c), cols);
@@ -141,7 +141,7 @@ TEST(Quantize, ConstantRowsAreOffByHalfAStepAtMost) {
 }
 
 TEST(Quantize, RowsFromMinusOneToOneAreOffByHalfAStepAtMost) {
-  for (const Scheme* scheme : made::all_schemes()) {
+  for (const Scheme* scheme : made::integer_schemes()) {
     std::vector<float> w;
     for (int k = 0; k < scheme->group; ++k) w.push_back(k % 2 ? 1.0f : -1.0f);
     const Quantized q = quantized(*scheme, w, scheme->group);
@@ -152,7 +152,7 @@ TEST(Quantize, RowsFromMinusOneToOneAreOffByHalfAStepAtMost) {
 
 // A power of two changes nothing but the exponent, as long as the weights stay normal numbers.
 TEST(Quantize, PowersOfTwoChangeTheExponentAlone) {
-  for (const Scheme* scheme : made::all_schemes()) {
+  for (const Scheme* scheme : made::integer_schemes()) {
     const std::vector<float> w = trained(4 * 160, 1.0f);
     const Quantized q = quantized(*scheme, w, 160);
     for (const int power : {-77, -60, 20, 110}) {
@@ -167,7 +167,7 @@ TEST(Quantize, PowersOfTwoChangeTheExponentAlone) {
 }
 
 TEST(Quantize, TinyAndHugeExpertsKeepTheirRelativeError) {
-  for (const Scheme* scheme : made::all_schemes()) {
+  for (const Scheme* scheme : made::integer_schemes()) {
     const double usual = quantized(*scheme, trained(8 * 256, 1.0f), 256).squared_error(trained(8 * 256, 1.0f));
     for (const float factor : {1e-30f, 1e-23f, 1e6f, 1e30f}) {
       const std::vector<float> w = trained(8 * 256, factor);
@@ -178,7 +178,7 @@ TEST(Quantize, TinyAndHugeExpertsKeepTheirRelativeError) {
 }
 
 TEST(Quantize, SubnormalWeightsStayFiniteAndProportionate) {
-  for (const Scheme* scheme : made::all_schemes()) {
+  for (const Scheme* scheme : made::integer_schemes()) {
     std::vector<float> w = trained(2 * 64, 0x1p-125f);
     const Quantized q = quantized(*scheme, w, 64);
     double signal = 0.0;
@@ -193,7 +193,7 @@ TEST(Quantize, SubnormalWeightsStayFiniteAndProportionate) {
 
 // One large weight leaves the other rows' groups with scales near fp16's smallest.
 TEST(Quantize, SmallGroupsBesideAHugeWeight) {
-  for (const Scheme* scheme : made::all_schemes())
+  for (const Scheme* scheme : made::integer_schemes())
     for (const float small : {1e-3f, 1e-6f, 1e-8f, 1e-9f, 1e-10f, 1e-20f}) {
       std::vector<float> w(256, small);
       w[0] = 1.0f;
@@ -204,14 +204,14 @@ TEST(Quantize, SmallGroupsBesideAHugeWeight) {
 }
 
 TEST(Quantize, NonFiniteWeightsAreNamed) {
-  for (const Scheme* scheme : made::all_schemes())
+  for (const Scheme* scheme : made::integer_schemes())
     for (const float bad : {made::kNaN, made::kInf, -made::kInf}) {
       std::vector<float> w = trained(5 * 70, 1.0f);
       w[3 * 70 + 69] = bad;
       w[4 * 70 + 1] = bad;  // the first one is named
       std::vector<std::int8_t> codes(w.size());
       std::vector<std::uint16_t> scales(5 * 3);
-      const std::int32_t exponent = scale_exponent(w.data(), 5 * 70);
+      const std::int32_t exponent = scale_exponent(*scheme, w.data(), 5 * 70);
       const NonFinite at = quantize_search(*scheme, w.data(), 5, 70, exponent, codes.data(), scales.data());
       EXPECT_EQ(at.row, 3);
       EXPECT_EQ(at.col, 69);
@@ -236,7 +236,7 @@ double error_of_amax_rule(const Scheme& scheme, const std::vector<float>& w, std
 }
 
 TEST(Quantize, NeverWorseThanTheAmaxRule) {
-  for (const Scheme* scheme : made::all_schemes())
+  for (const Scheme* scheme : made::integer_schemes())
     for (std::uint32_t seed = 0; seed < 200; ++seed) {
       std::vector<float> w = trained(128, 1.0f, seed);
       if (seed % 3 == 1) w[seed % 128] *= 20.0f;  // an outlier
@@ -248,7 +248,7 @@ TEST(Quantize, NeverWorseThanTheAmaxRule) {
 }
 
 TEST(Quantize, CodesAndScalesStayInTheFormat) {
-  for (const Scheme* scheme : made::all_schemes()) {
+  for (const Scheme* scheme : made::integer_schemes()) {
     const Quantized q = quantized(*scheme, made::Random(4).floats(32 * 128, -1.7e38f, 1.7e38f), 128);
     for (const std::int8_t code : q.codes) {
       ASSERT_GE(code, scheme->code_min);

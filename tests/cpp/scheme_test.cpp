@@ -25,12 +25,33 @@ TEST(Scheme, TheListOfNamesIsTheTable) {
 }
 
 TEST(Scheme, FieldsAgreeWithTheName) {
-  for (const Scheme* scheme : made::all_schemes()) {
+  for (const Scheme* scheme : made::integer_schemes()) {
     const bool int4 = scheme->cell == Cell::int4;
     EXPECT_EQ(scheme->name, (int4 ? "int4-g" : "int8-g") + std::to_string(scheme->group));
     EXPECT_EQ(scheme->code_min, int4 ? -8 : -127);
     EXPECT_EQ(scheme->code_max, int4 ? 7 : 127);
   }
+}
+
+TEST(Scheme, CellsFillTheirLines) {
+  for (const Scheme* scheme : made::all_schemes()) {
+    const CellInfo& cell = cell_info(scheme->cell);
+    EXPECT_EQ(16 * cell.k * cell.bits, 64 * 8) << scheme->name;
+    EXPECT_EQ(scheme->group % cell.k, 0) << scheme->name;
+    EXPECT_EQ(scheme->name.substr(0, std::string(cell.name).size()), cell.name);
+  }
+}
+
+TEST(Scheme, CodesThatABlobMayHold) {
+  const auto count = [](const char* name) {
+    int codes = 0;
+    for (int code = -128; code < 128; ++code) codes += is_code(*find_scheme(name), static_cast<std::int8_t>(code));
+    return codes;
+  };
+  EXPECT_EQ(count("int4-g32"), 16);
+  EXPECT_EQ(count("int8-g32"), 256);
+  EXPECT_EQ(count("mxfp4"), 16);
+  EXPECT_EQ(count("fp8-b128"), 254);  // all but the two NaNs
 }
 
 }  // namespace

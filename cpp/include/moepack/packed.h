@@ -2,7 +2,7 @@
 //
 // One blob holds one matrix [N, K] of one expert: a 64-byte header, then panels of 16 columns (rows of the
 // mathematical matrix: a column is one output). A panel holds, for every group along K, the group's cells followed by
-// its 16 fp16 scales. K is padded with zero weights to whole groups, N to whole panels.
+// its 16 scales. K is padded with zero weights to whole groups, N to whole panels.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@ struct PackedHeader {  // little-endian
   std::uint32_t rows;  // N; gate and up together under RowOrder::gate_up
   std::uint32_t cols;  // K
   std::uint32_t group;
-  std::int32_t scale_exponent;  // weight = code * fp16 scale * 2^scale_exponent
+  std::int32_t scale_exponent;  // weight = value of the code * scale * 2^scale_exponent
   std::uint32_t payload_crc32;  // IEEE 802.3, of all bytes after the header
   std::uint16_t row_order;
   std::uint16_t reserved16;
@@ -45,7 +45,12 @@ static_assert(offsetof(PackedHeader, row_order) == 28);
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 constexpr std::int64_t round_up(std::int64_t a, std::int64_t b) { return ceil_div(a, b) * b; }
 
-std::int64_t group_bytes(const Scheme& scheme);  // cells + 16 fp16 scales
+struct ExponentRange {
+  std::int32_t min, max;
+};
+ExponentRange exponent_range(Cell cell);
+
+std::int64_t group_bytes(const Scheme& scheme);  // cells + 16 scales
 std::int64_t panel_bytes(const Scheme& scheme, std::int64_t cols);
 std::int64_t panel_count(std::int64_t rows, RowOrder order);
 std::int64_t packed_bytes(const Scheme& scheme, std::int64_t rows, std::int64_t cols, RowOrder order);
@@ -58,10 +63,10 @@ Status read_header(const std::uint8_t* blob, std::int64_t bytes, PackedHeader& h
 // read_header, then the checksum of the payload.
 Status verify(const std::uint8_t* blob, std::int64_t bytes);
 
-// codes [rows, cols] int8, scales [rows, ceil(cols/group)] fp16 bits -> blob of packed_bytes(...) bytes.
+// codes [rows, cols] int8, scales [rows, ceil(cols/group)] in the cell's type -> blob of packed_bytes(...) bytes.
 void pack(const Scheme& scheme, RowOrder order, std::int64_t rows, std::int64_t cols, const std::int8_t* codes,
-          const std::uint16_t* scales, std::int32_t scale_exponent, std::uint8_t* blob);
+          const void* scales, std::int32_t scale_exponent, std::uint8_t* blob);
 // The inverse; the blob has passed read_header.
-void unpack(const std::uint8_t* blob, std::int8_t* codes, std::uint16_t* scales);
+void unpack(const std::uint8_t* blob, std::int8_t* codes, void* scales);
 
 }  // namespace moepack

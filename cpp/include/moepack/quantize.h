@@ -1,4 +1,4 @@
-// Float weights -> codes and fp16 scales.
+// Float weights -> codes and scales.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,14 @@ struct NonFinite {
 };
 
 // The power of two by which all scales of a matrix are divided before they are rounded to fp16, so that neither tiny
-// nor huge experts leave fp16's normal range: floor(log2(amax)) - 14, or 0 for a zero matrix.
-std::int32_t scale_exponent(const float* weights, std::int64_t count);
+// nor huge experts leave fp16's normal range: floor(log2(amax)) - 14, or 0 for a zero matrix. 0 where scales are not
+// fp16: they reach as far as fp32.
+std::int32_t scale_exponent(const Scheme& scheme, const float* weights, std::int64_t count);
 
-// Least-squares search: for every group the fp16 scale, of either sign, among a fixed set of candidates that gives the
-// smallest squared error; docs/reference/packed-format.md lists the candidates and the order of the sums.
-// weights [rows, cols] -> codes [rows, cols], scales [rows, ceil(cols/group)] fp16 bits.
+// Least-squares search: for every group the scale among a fixed set of candidates that gives the smallest squared
+// error; docs/reference/packed-format.md lists the candidates and the order of the sums.
+// weights [rows, cols] -> codes [rows, cols], scales [rows, ceil(cols/group)] in the cell's type.
 NonFinite quantize_search(const Scheme& scheme, const float* weights, std::int64_t rows, std::int64_t cols,
-                          std::int32_t exponent, std::int8_t* codes, std::uint16_t* scales);
+                          std::int32_t exponent, std::int8_t* codes, void* scales);
 
 }  // namespace moepack

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gemm/elementwise.h"
+#include "gemm/float_tile.h"
 #include "gemm/tile.h"
 #include "gemm/universal.h"
 
@@ -11,8 +12,8 @@ namespace moepack::gemm {
 template <class I>
 constexpr Kernel instantiate(const char* name) {
   return {name,
-          {gemm<I, Int4Cell, HalfScales>, gemm<I, Int8Cell, HalfScales>, gemm<I, Int4Cell, SingleScales>,
-           gemm<I, Int8Cell, SingleScales>},
+          {gemm<I, Int4Cell, HalfScales>, gemm<I, Int8Cell, HalfScales>, gemm_blocks<I, Mxfp4Cell, E8m0Scales, 1>,
+           float_gemm<I>, gemm<I, Int4Cell, SingleScales>, gemm<I, Int8Cell, SingleScales>},
           decode_universal4<I>,
           decode_universal8<I>,
           quantize<I>,

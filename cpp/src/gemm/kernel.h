@@ -18,24 +18,27 @@ constexpr int kZeroPoint = 8;  // what int4 cells add to a code
 // that the lines are still in L1 when they are due.
 constexpr int kPrefetchBytes = 8192;
 
-// Quantized activations, a row per token or per (token, slot). Per row: a code per k, padded with zeros to whole weight
-// groups; a scale per activation group; -8 * (sum of codes) per weight group, which cancels the offset of int4 codes.
+// Activations, a row per token or per (token, slot), padded with zeros to whole weight groups.
+// Quantized, per row: a code per k; a scale per activation group; -8 * (sum of codes) per weight group, which cancels
+// the offset of int4 codes. For fp8 weights they are not quantized: values alone.
 struct Rows {
   std::int8_t* codes;
   float* scales;
   std::int32_t* offsets;
   std::int64_t code_stride, scale_stride, offset_stride;
+  float* values;
+  std::int64_t value_stride;
 };
 
 // What a panel is made of: the cells of a group, then its 16 scales.
-enum class PanelKind { int4, int8, int4_fp32, int8_fp32, count };
+enum class PanelKind { int4, int8, mxfp4, fp8, int4_fp32, int8_fp32, count };
 
 // 16 output columns of a packed matrix.
 struct Panel {
   const std::uint8_t* bytes;
   int groups;   // weight groups along K
   int group;    // k per weight group: 32, 64 or 128
-  float scale;  // 2^scale_exponent
+  float scale;  // of the results: a power of two
 };
 
 // What stands between the two GEMMs; docs/reference/op.md has the formulas. Zero stands for "none".

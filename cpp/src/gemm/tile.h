@@ -11,7 +11,22 @@
 
 namespace moepack::gemm {
 
-// 16 columns x 8 k per 64 bytes. Sums of 32 k stay in I::Partial (int16 where that is exact), then widen.
+// Adds `Cells` cells of nibbles, 8 k each, to the sums of M rows. Meanwhile the sums stay in I::Partial.
+template <class I, int M, int Cells, class Load>
+inline void add_nibbles(const std::uint8_t* cells, const std::int8_t* const* a, int k, typename I::Int* sum,
+                        Load load) {
+  typename I::Partial partial[M];
+  for (int i = 0; i < M; ++i) partial[i] = I::begin(sum[i]);
+#pragma GCC unroll 4
+  for (int c = 0; c < Cells; ++c) {
+    const auto weights = load(cells + 64 * c);
+#pragma GCC unroll 16
+    for (int i = 0; i < M; ++i) I::mac(partial[i], weights, a[i] + k + 8 * c);
+  }
+  for (int i = 0; i < M; ++i) sum[i] = I::end(partial[i], sum[i]);
+}
+
+// 16 columns x 8 k per 64 bytes. Sums of 32 k fit I::Partial (int16 where that is exact).
 struct Int4Cell {
   static constexpr int k = 8;
 
@@ -19,15 +34,7 @@ struct Int4Cell {
   static inline void block(const std::uint8_t* cells, const std::int8_t* const* a, typename I::Int* sum) {
     if constexpr (M > 1 && requires { I::template int4_block<M>(cells, a, sum); })
       return I::template int4_block<M>(cells, a, sum);
-    typename I::Partial partial[M];
-    for (int i = 0; i < M; ++i) partial[i] = I::begin(sum[i]);
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; ++c) {
-      const auto weights = I::nibbles(cells + 64 * c);
-#pragma GCC unroll 16
-      for (int i = 0; i < M; ++i) I::mac(partial[i], weights, a[i] + 8 * c);
-    }
-    for (int i = 0; i < M; ++i) sum[i] = I::end(partial[i], sum[i]);
+    add_nibbles<I, M, 4>(cells, a, 0, sum, [](const std::uint8_t* cell) { return I::nibbles(cell); });
   }
 
   template <class I>
@@ -58,12 +65,40 @@ struct Int8Cell {
   }
 };
 
-// A group's scales behind its cells: fp16, or fp32 as torchao's layout has them.
+// e2m1: a nibble stands for twice its value plus 12, 0 .. 24. Sums of 16 k fit I::Partial.
+struct Mxfp4Cell {
+  static constexpr int k = 8;
+
+  template <class I, int M>
+  static inline void block(const std::uint8_t* cells, const std::int8_t* const* a, typename I::Int* sum) {
+    if constexpr (M > 1 && requires { I::template mxfp4_block<M>(cells, a, sum); })
+      return I::template mxfp4_block<M>(cells, a, sum);
+    const auto load = [](const std::uint8_t* cell) { return I::mxfp4(cell); };
+    add_nibbles<I, M, 2>(cells, a, 0, sum, load);
+    add_nibbles<I, M, 2>(cells + 128, a, 16, sum, load);
+  }
+
+  // -8 * sum becomes -12 * sum.
+  template <class I>
+  static inline typename I::Int start(std::int32_t offset) {
+    return I::broadcast_int(offset + offset / 2);
+  }
+};
+
+// A group's scales behind its cells: fp16, the exponents of powers of two, or fp32.
 struct HalfScales {
   static constexpr int bytes = 2 * kLanes;
   template <class I>
   static inline typename I::Float load(const std::uint8_t* p) {
     return I::load_half(p);
+  }
+};
+
+struct E8m0Scales {
+  static constexpr int bytes = kLanes;
+  template <class I>
+  static inline typename I::Float load(const std::uint8_t* p) {
+    return I::load_e8m0(p);
   }
 };
 

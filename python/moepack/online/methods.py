@@ -50,10 +50,19 @@ class IntegerMethod(OnlineMethod):
         return quantizer.quantize(weight, self.scheme, self.rule, where)
 
 
+class MinifloatMethod(OnlineMethod):
+    """FP8 and MXFP4: the nearest of few floating-point numbers, by `quantizer.quantize`."""
+
+    def quantize(self, weight: Tensor, where: str) -> QuantizedMatrix:
+        return quantizer.quantize(weight, self.scheme, where=where)
+
+
 # By the cell of the scheme: groups of any size share the arithmetic.
 METHODS: dict[str, Callable[[Scheme], OnlineMethod]] = {
     "int4": IntegerMethod,
     "int8": IntegerMethod,
+    "mxfp4": MinifloatMethod,
+    "fp8": MinifloatMethod,
 }
 
 

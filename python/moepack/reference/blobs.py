@@ -14,15 +14,23 @@ from moepack.errors import PackedFormatError
 HEADER_BYTES = 64
 _PANEL = 16
 _PLAIN, _GATE_UP = 0, 1
-_CELL_BITS = {1: 4, 2: 8}
+_INT4, _INT8, _MXFP4, _FP8 = 1, 2, 3, 4
+_CELL_BITS = {_INT4: 4, _INT8: 8, _MXFP4: 4, _FP8: 8}
+_SCALE_BYTES = {_INT4: 2, _INT8: 2, _MXFP4: 1, _FP8: 4}
+_TWICE_E2M1 = torch.tensor(
+    [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8
+)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """W[n, k] = codes[n, k] * scales[n, k / group] * 2^exponent."""
+    """W[n, k] = codes[n, k] * scales[n, k / group] * 2^exponent.
 
-    codes: Tensor  # [N, G * group] int8
-    scales: Tensor  # [N, G] fp32; moepack's layout: the values of the fp16 scales
+    As the kernels take them: mxfp4's codes are twice their values, fp8's are fp32 values * 2^-8.
+    """
+
+    codes: Tensor  # [N, G * group] int8, or fp32 where activations are not quantized
+    scales: Tensor  # [N, G] fp32
     group: int
     exponent: int
     columns: int  # K, before padding
@@ -49,16 +57,16 @@ def decode(blob: Tensor) -> Matrix:
             f"not a packed blob of version 1: magic {magic!r}, version {version}, cell {cell}, "
             f"row order {order}"
         )
-    groups = -(-cols // group)
-    group_bytes = group * _CELL_BITS[cell] // 8 * _PANEL + 2 * _PANEL
+    groups, scale_bytes = -(-cols // group), _SCALE_BYTES[cell] * _PANEL
+    group_bytes = group * _CELL_BITS[cell] // 8 * _PANEL + scale_bytes
     panels = blob[HEADER_BYTES:].reshape(-1, groups, group_bytes)
-    codes = _cells(panels[..., : -2 * _PANEL], cell, group)
-    scales = panels[..., -2 * _PANEL :].contiguous().view(torch.float16).float().transpose(1, 2)
+    codes = _cells(panels[..., :-scale_bytes], cell, group)
+    scales = _scales(panels[..., -scale_bytes:].contiguous(), cell).transpose(1, 2)
     return Matrix(
         _rows(codes.reshape(-1, groups * group), rows, order),
         _rows(scales.reshape(-1, groups), rows, order),
         group,
-        exponent,
+        exponent + {_MXFP4: -1, _FP8: 8}.get(cell, 0),
         cols,
     )
 
@@ -83,13 +91,22 @@ def decode_universal(blob: Tensor, rows: int, columns: int, bits: int, group: in
     return Matrix(codes[:rows], scales[:rows], group, 0, columns)
 
 
+def _scales(stored: Tensor, cell: int) -> Tensor:
+    if cell == _MXFP4:
+        return (stored.int() << 23).view(torch.float32)
+    return stored.view(torch.float32 if cell == _FP8 else torch.float16).float()
+
+
 def _cells(cells: Tensor, cell: int, group: int) -> Tensor:
-    """[P, G, bytes] uint8 -> codes [P, 16, G, group] int8."""
+    """[P, G, bytes] uint8 -> codes [P, 16, G, group]."""
     panels, groups, _ = cells.shape
+    if cell == _FP8:
+        values = cells.contiguous().view(torch.float8_e4m3fn).float() * 2.0**-8
+        return values.reshape(panels, groups, group, _PANEL).permute(0, 3, 1, 2)
     if _CELL_BITS[cell] == 4:
         packed = cells.reshape(panels, groups, group // 8, _PANEL, 4)
         nibbles = torch.stack((packed & 15, packed >> 4), dim=4)  # [P, G, cells, 16, low|high, 4]
-        codes = nibbles.to(torch.int8) - 8
+        codes = _TWICE_E2M1[nibbles.long()] if cell == _MXFP4 else nibbles.to(torch.int8) - 8
     else:
         codes = (
             cells.contiguous().view(torch.int8).reshape(panels, groups, group // 4, _PANEL, 1, 4)

@@ -21,6 +21,8 @@ from moepack.reference.arithmetic import (
 from moepack.reference.blobs import Matrix, decode, decode_universal
 from moepack.schemes import SCHEMES
 
+FLOAT_PART = 32  # k of one sum of fp8 products
+
 _ROUTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -94,18 +96,18 @@ def quantized_experts(
     tokens, slots = topk_ids.shape
     outputs = torch.zeros(tokens, slots, x.shape[1])
     rows13 = (1 if activation in UNGATED else 2) * hidden_dim
-    codes, scales = quantize_activations(x.float())
+    values = x.float()
     for expert in sorted(set(topk_ids.flatten().tolist())):
         token, slot = (topk_ids == expert).nonzero(as_tuple=True)
         w13 = _matrix(packed_w13[expert], layout, scheme, rows13, x.shape[1])
         w2 = _matrix(packed_w2[expert], layout, scheme, x.shape[1], hidden_dim)
-        gate_up = gemm(codes[token], scales[token], w13)
+        gate_up = project(values[token], w13)
         if bias13 is not None:
             gate_up = gate_up + bias13[expert]
         if weight_on_input:
             gate_up = topk_weights[token, slot, None] * gate_up
         hidden = act(gate_up[:, :hidden_dim], gate_up[:, hidden_dim:])
-        output = gemm(*quantize_activations(hidden), w2)
+        output = project(hidden, w2)
         outputs[token, slot] = output if bias2 is None else output + bias2[expert]
     y = torch.zeros(tokens, x.shape[1])
     for k in range(slots):
@@ -121,6 +123,28 @@ def _matrix(blob: Tensor, layout: str, scheme_name: str, rows: int, columns: int
         raise UnsupportedError(f"layout {layout!r}; supported: moepack, torchao")
     form = SCHEMES[scheme_name]
     return decode_universal(blob, rows, columns, form.bits, form.group)
+
+
+def project(values: Tensor, matrix: Matrix) -> Tensor:
+    """[T, K] fp32 times the matrix's rows: [T, N] fp32. fp8 weights take the values as they are."""
+    if matrix.codes.is_floating_point():
+        return float_gemm(values, matrix)
+    return gemm(*quantize_activations(values), matrix)
+
+
+def float_gemm(values: Tensor, matrix: Matrix) -> Tensor:
+    rows, padded = matrix.codes.shape
+    values = torch.nn.functional.pad(values, (0, padded - values.shape[1]))
+    acc = torch.zeros(values.shape[0], rows)
+    for first in range(0, padded, matrix.group):
+        parts = []
+        for begin in range(first, first + matrix.group, FLOAT_PART):
+            part = torch.zeros_like(acc)
+            for k in range(begin, begin + FLOAT_PART):
+                part = fma(values[:, k, None], matrix.codes[:, k], part)
+            parts.append(part)
+        acc = fma(sum(parts[1:], parts[0]), matrix.scales[:, first // matrix.group], acc)
+    return scale_by_power_of_two(acc, matrix.exponent)
 
 
 def gemm(codes: Tensor, scales: Tensor, matrix: Matrix) -> Tensor:

@@ -1,4 +1,5 @@
-// AVX2 with FMA and F16C. Sums of 32 k stay in int16: |pair sum| <= 2 * 15 * 127 per maddubs, and 8 of them fit.
+// AVX2 with FMA and F16C. Sums of 32 k stay in int16: |pair sum| <= 2 * 15 * 127 per maddubs, and 8 of them fit; of
+// mxfp4's 2 * 24 * 127 only 4, so 16 k.
 #include "gemm/instantiate.h"
 #include "gemm/isa/vector_avx2.h"
 
@@ -30,6 +31,10 @@ struct Avx2 : VectorAvx2 {
     const __m256i mask = _mm256_set1_epi8(15), lo = load_bytes(cell), hi = load_bytes(cell + 32);
     return {_mm256_and_si256(lo, mask), _mm256_and_si256(hi, mask), _mm256_and_si256(_mm256_srli_epi16(lo, 4), mask),
             _mm256_and_si256(_mm256_srli_epi16(hi, 4), mask)};
+  }
+  static Nibbles mxfp4(const std::uint8_t* cell) {
+    const Nibbles w = nibbles(cell);
+    return {twice_plus_12(w.k0_lo), twice_plus_12(w.k0_hi), twice_plus_12(w.k4_lo), twice_plus_12(w.k4_hi)};
   }
   static Bytes bytes(const std::uint8_t* cell) { return {load_bytes(cell), load_bytes(cell + 32)}; }
 

@@ -9,6 +9,7 @@ namespace {
 
 struct Avx512Vnni : UniversalAvx2 {
   static constexpr int tile_rows = 8;
+  static constexpr int float_rows = 12;
 
   using Float = __m512;
   using Int = __m512i;
@@ -25,6 +26,15 @@ struct Avx512Vnni : UniversalAvx2 {
   static void store(float* p, Float a) { _mm512_storeu_ps(p, a); }
   static Float load_half(const std::uint8_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static Float load_e8m0(const std::uint8_t* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(load16(p)), 23));
+  }
+  // Sign, exponent and mantissa move to where fp16 has them.
+  static Float load_fp8(const std::uint8_t* p) {
+    const __m256i upper = _mm256_slli_epi16(_mm256_cvtepu8_epi16(load16(p)), 8);
+    return _mm512_cvtph_ps(
+        _mm256_and_si256(_mm256_srai_epi16(upper, 1), _mm256_set1_epi16(static_cast<short>(0xbf80))));
   }
 
   static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
@@ -64,6 +74,12 @@ struct Avx512Vnni : UniversalAvx2 {
     const __m512i mask = _mm512_set1_epi8(15), line = _mm512_loadu_si512(cell);
     return {_mm512_and_si512(line, mask), _mm512_and_si512(_mm512_srli_epi16(line, 4), mask)};
   }
+  static Nibbles mxfp4(const std::uint8_t* cell) {
+    const __m128i values = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    const __m512i table = _mm512_broadcast_i32x4(values);
+    const Nibbles w = nibbles(cell);
+    return {_mm512_shuffle_epi8(table, w.k0), _mm512_shuffle_epi8(table, w.k4)};
+  }
   static Bytes bytes(const std::uint8_t* cell) {
     return {_mm512_xor_si512(_mm512_loadu_si512(cell), _mm512_set1_epi8(-128))};
   }
@@ -75,6 +91,7 @@ struct Avx512Vnni : UniversalAvx2 {
   }
 
  private:
+  static __m128i load16(const std::uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
   static __m512i broadcast4(const std::int8_t* p) {
     std::int32_t four;
     __builtin_memcpy(&four, p, sizeof four);

@@ -26,6 +26,10 @@ struct AvxVnni : VectorAvx2 {
     return {_mm256_and_si256(lo, mask), _mm256_and_si256(hi, mask), _mm256_and_si256(_mm256_srli_epi16(lo, 4), mask),
             _mm256_and_si256(_mm256_srli_epi16(hi, 4), mask)};
   }
+  static Nibbles mxfp4(const std::uint8_t* cell) {
+    const Nibbles w = nibbles(cell);
+    return {twice_plus_12(w.k0_lo), twice_plus_12(w.k0_hi), twice_plus_12(w.k4_lo), twice_plus_12(w.k4_hi)};
+  }
   static Bytes bytes(const std::uint8_t* cell) {
     const __m256i offset = _mm256_set1_epi8(-128);
     return {_mm256_xor_si256(load_bytes(cell), offset), _mm256_xor_si256(load_bytes(cell + 32), offset)};

@@ -27,6 +27,17 @@ struct DotNeon : VectorNeon {
     }
     return w;
   }
+  // Twice the value plus 12, which fits the signed bytes of sdot as well.
+  static Nibbles mxfp4(const std::uint8_t* cell) {
+    const std::int8_t values[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    const int8x16_t table = vld1q_s8(values);
+    Nibbles w = nibbles(cell);
+    for (int i = 0; i < 4; ++i) {
+      w.k0[i] = vqtbl1q_s8(table, vreinterpretq_u8_s8(w.k0[i]));
+      w.k4[i] = vqtbl1q_s8(table, vreinterpretq_u8_s8(w.k4[i]));
+    }
+    return w;
+  }
   static Bytes bytes(const std::uint8_t* cell) {
     Bytes w;
     for (int i = 0; i < 4; ++i) w.columns[i] = vreinterpretq_s8_u8(vld1q_u8(cell + 16 * i));

@@ -8,12 +8,21 @@ namespace {
 struct NeonI8mm : DotNeon {
   static constexpr int tile_rows = 4;
 
-  // Rows go through smmla in pairs; a last odd one takes sdot.
   template <int M>
   static void int4_block(const std::uint8_t* cells, const std::int8_t* const* a, Int* sum) {
+    nibble_block<M>(cells, a, sum, nibbles);
+  }
+  template <int M>
+  static void mxfp4_block(const std::uint8_t* cells, const std::int8_t* const* a, Int* sum) {
+    nibble_block<M>(cells, a, sum, mxfp4);
+  }
+
+  // Rows go through smmla in pairs; a last odd one takes sdot.
+  template <int M, class Load>
+  static void nibble_block(const std::uint8_t* cells, const std::int8_t* const* a, Int* sum, Load load) {
     Pair pairs[M / 2] = {};
     for (int c = 0; c < 4; ++c, cells += 64) {
-      const Nibbles w = nibbles(cells);
+      const Nibbles w = load(cells);
       for (int p = 0; p < M / 2; ++p) pairs[p].mac(w.k0, w.k4, a[2 * p] + 8 * c, a[2 * p + 1] + 8 * c);
       if constexpr (M % 2) mac(sum[M - 1], w, a[M - 1] + 8 * c);
     }

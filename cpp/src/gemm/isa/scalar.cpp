@@ -7,6 +7,7 @@ namespace {
 
 struct Scalar {
   static constexpr int tile_rows = 1;
+  static constexpr int float_rows = 1;
 
   struct Float {
     float v[kLanes];
@@ -16,6 +17,9 @@ struct Scalar {
   };
   using Partial = Int;
   struct Nibbles {
+    const std::uint8_t* cell;
+  };
+  struct Mxfp4 {
     const std::uint8_t* cell;
   };
   struct Bytes {
@@ -46,6 +50,12 @@ struct Scalar {
   }
   static Float load_half(const std::uint8_t* p) {
     return lanes([=](int l) { return half(static_cast<std::uint32_t>(p[2 * l] | p[2 * l + 1] << 8)); });
+  }
+  static Float load_e8m0(const std::uint8_t* p) {
+    return lanes([=](int l) { return from_bits(static_cast<std::uint32_t>(p[l]) << 23); });
+  }
+  static Float load_fp8(const std::uint8_t* p) {
+    return lanes([=](int l) { return half(static_cast<std::uint32_t>((p[l] & 0x80) << 8 | (p[l] & 0x7f) << 7)); });
   }
 
   static Float add(const Float& a, const Float& b) {
@@ -137,12 +147,21 @@ struct Scalar {
   static Int end(const Partial& partial, const Int&) { return partial; }
 
   static Nibbles nibbles(const std::uint8_t* cell) { return {cell}; }
+  static Mxfp4 mxfp4(const std::uint8_t* cell) { return {cell}; }
   static Bytes bytes(const std::uint8_t* cell) { return {cell}; }
   static void mac(Partial& sum, const Nibbles& w, const std::int8_t* a) {
     for (int c = 0; c < kLanes; ++c)
       for (int j = 0; j < 4; ++j) {
         const int byte = w.cell[4 * c + j];
         sum.v[c] += (byte & 15) * a[j] + (byte >> 4) * a[4 + j];
+      }
+  }
+  static void mac(Partial& sum, const Mxfp4& w, const std::int8_t* a) {
+    constexpr int twice_plus_12[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    for (int c = 0; c < kLanes; ++c)
+      for (int j = 0; j < 4; ++j) {
+        const int byte = w.cell[4 * c + j];
+        sum.v[c] += twice_plus_12[byte & 15] * a[j] + twice_plus_12[byte >> 4] * a[4 + j];
       }
   }
   static void mac(Int& sum, const Bytes& w, const std::int8_t* a) {

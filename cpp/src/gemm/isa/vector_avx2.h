@@ -11,6 +11,8 @@ namespace moepack::gemm {
 namespace {
 
 struct VectorAvx2 : UniversalAvx2 {
+  static constexpr int float_rows = 6;
+
   struct Float {
     __m256 lo, hi;
   };
@@ -27,6 +29,11 @@ struct VectorAvx2 : UniversalAvx2 {
   static Float load_half(const std::uint8_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
             _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
+  }
+  static Float load_e8m0(const std::uint8_t* p) { return {power_of_two(p), power_of_two(p + 8)}; }
+  static Float load_fp8(const std::uint8_t* p) {
+    const __m128i zero = _mm_setzero_si128(), bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {float_of_fp8(_mm_unpacklo_epi8(zero, bytes)), float_of_fp8(_mm_unpackhi_epi8(zero, bytes))};
   }
 
   static Float add(Float a, Float b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
@@ -82,7 +89,21 @@ struct VectorAvx2 : UniversalAvx2 {
     return _mm256_set1_epi32(four);
   }
 
+  // e2m1 codes as twice their value plus 12.
+  static __m256i twice_plus_12(__m256i codes) {
+    const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes);
+  }
+
  private:
+  static __m256 power_of_two(const std::uint8_t* exponents) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(exponents));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23));
+  }
+  // Bytes in the upper halves of words: sign, exponent and mantissa move to where fp16 has them.
+  static __m256 float_of_fp8(__m128i words) {
+    return _mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(words, 1), _mm_set1_epi16(static_cast<short>(0xbf80))));
+  }
   static __m256 pow2(__m256 n) {
     const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
     return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));

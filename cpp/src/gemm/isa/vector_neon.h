@@ -9,6 +9,8 @@ namespace moepack::gemm {
 namespace {
 
 struct VectorNeon {
+  static constexpr int float_rows = 4;
+
   struct Float {
     float32x4_t v[4];
   };
@@ -36,6 +38,24 @@ struct VectorNeon {
   }
   static Float load_half(const std::uint8_t* p) {
     return floats([=](int i) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i))); });
+  }
+  static Float load_e8m0(const std::uint8_t* p) {
+    const uint8x16_t exponents = vld1q_u8(p);
+    const uint16x8_t low = vmovl_u8(vget_low_u8(exponents)), high = vmovl_u8(vget_high_u8(exponents));
+    const auto power = [](uint16x4_t e) { return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(e), 23)); };
+    return {
+        {power(vget_low_u16(low)), power(vget_high_u16(low)), power(vget_low_u16(high)), power(vget_high_u16(high))}};
+  }
+  // Bytes in the upper halves of words: sign, exponent and mantissa move to where fp16 has them.
+  static Float load_fp8(const std::uint8_t* p) {
+    const uint8x16_t bytes = vld1q_u8(p);
+    const auto half = [](uint8x16_t words) {
+      const int16x8_t moved = vshrq_n_s16(vreinterpretq_s16_u8(words), 1);
+      return vreinterpretq_f16_s16(vandq_s16(moved, vdupq_n_s16(static_cast<std::int16_t>(0xbf80))));
+    };
+    const float16x8_t low = half(vzip1q_u8(vdupq_n_u8(0), bytes)), high = half(vzip2q_u8(vdupq_n_u8(0), bytes));
+    return {{vcvt_f32_f16(vget_low_f16(low)), vcvt_f32_f16(vget_high_f16(low)), vcvt_f32_f16(vget_low_f16(high)),
+             vcvt_f32_f16(vget_high_f16(high))}};
   }
 
   static Float add(const Float& a, const Float& b) {

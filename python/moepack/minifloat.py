@@ -1,0 +1,65 @@
+"""Weights that a checkpoint stores in e2m1 or e4m3: kept bit for bit, not quantized again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moepack.errors import BadWeights, UnsupportedError
+from moepack.quantizer import QuantizedMatrix
+from moepack.schemes import scheme
+
+_E8M0_BIAS, _E8M0_NAN = 127, 255
+
+
+def kept_mxfp4(codes: Tensor, scales: Tensor, where: str = "weight") -> QuantizedMatrix:
+    """codes uint8 [N, K], one e2m1 code 0 .. 15 each, and e8m0 scales uint8 [N, K / 32].
+
+    Raises BadWeights, naming `where`, on a NaN among the scales, and on scales that span all of
+    e8m0: a blob's byte 0 stands for 0, so 2^-127 has to move into the exponent.
+    """
+    found = scheme("mxfp4")
+    nan = (scales == _E8M0_NAN).nonzero()
+    if len(nan):
+        raise BadWeights(f"{where}: the scale of row {nan[0][0]}, group {nan[0][1]} is NaN")
+    used = (codes.view(*scales.shape, found.group) & 7).ne(0).any(dim=2)
+    exponent = 0
+    if bool((used & (scales == 0)).any()):
+        if bool((used & (scales == 2 * _E8M0_BIAS)).any()):
+            raise BadWeights(f"{where}: scales span 2^-127 to 2^127; a blob holds one power less")
+        scales, exponent = scales + 1, -1
+    kept = torch.where(used, scales, torch.zeros_like(scales))
+    return QuantizedMatrix(found, codes.view(torch.int8).contiguous(), kept, exponent)
+
+
+def kept_fp8(
+    weight: Tensor, scales: Tensor, block: tuple[int, int], where: str = "weight"
+) -> QuantizedMatrix:
+    """weight float8_e4m3fn [N, K], a scale (any float dtype) per `block` of rows and columns.
+
+    scales [ceil(N / block[0]), ceil(K / block[1])]: blocks of 128 x 128, or (1, K) for one per row,
+    (N, K) for one in all. They become fp32 unrounded. Raises BadWeights on values that are not
+    finite, UnsupportedError on blocks that cut a group of 128 columns.
+    """
+    found = scheme("fp8-b128")
+    rows, cols = weight.shape
+    if block[1] % found.group and block[1] < cols:
+        raise UnsupportedError(
+            f"{where}: scales for blocks of {block[1]} columns; supported: multiples of "
+            f"{found.group}, or whole rows"
+        )
+    codes = weight.contiguous().view(torch.int8)
+    nan = ((codes & 0x7F) == 0x7F).nonzero()
+    if len(nan):
+        row, col = nan[0].tolist()
+        raise BadWeights(f"{where}: the weight at row {row}, column {col} is nan")
+    exact = scales.float()
+    bad = (~exact.isfinite()).nonzero()
+    if len(bad):
+        row, col = bad[0].tolist()
+        raise BadWeights(
+            f"{where}: the scale of row block {row}, column block {col} is {float(exact[row, col])}"
+        )
+    by_row = exact.repeat_interleave(block[0], dim=0)[:rows]
+    first_columns = torch.arange(found.groups(cols)) * found.group
+    return QuantizedMatrix(found, codes, by_row[:, first_columns // block[1]].contiguous(), 0)

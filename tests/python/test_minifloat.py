@@ -1,0 +1,155 @@
+"""mxfp4 and fp8-b128: scales and codes against torch's roundings, and checkpoints kept as is."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moepack import packing
+from moepack.errors import BadWeights, UnsupportedError
+from moepack.minifloat import kept_fp8, kept_mxfp4
+from moepack.quantizer import QuantizedMatrix, quantize
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+
+
+def nearest_e2m1(values: Tensor) -> Tensor:
+    """fp64 [...] -> the nearest values; of two, the one with an even code."""
+    distance = (values.abs()[..., None] - E2M1).abs() + torch.tensor([0, 1] * 4) * 1e-12
+    return E2M1[distance.argmin(-1)] * values.sign()
+
+
+def random_matrix(rows: int, cols: int, power: int, seed: int) -> Tensor:
+    weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+    return torch.ldexp(weight, torch.tensor(power))
+
+
+matrices = st.builds(
+    random_matrix,
+    st.integers(1, 5),
+    st.integers(1, 300),
+    st.integers(-90, 90),
+    st.integers(0, 2**30),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(matrices)
+def test_fp8_rounds_as_torch_does(weight: Tensor) -> None:
+    matrix = quantize(weight, "fp8-b128")
+    padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 128))
+    groups = padded.view(len(weight), -1, 128)
+    scales = groups.abs().amax(2) / 448
+    assert torch.equal(matrix.scales, scales)
+    codes = (groups / scales[..., None]).to(torch.float8_e4m3fn).view(torch.int8)
+    assert torch.equal(matrix.codes, codes.view(len(weight), -1)[:, : weight.shape[1]])
+    assert matrix.exponent == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(matrices)
+def test_mxfp4_takes_the_nearest_value_under_the_better_of_two_scales(weight: Tensor) -> None:
+    matrix = quantize(weight, "mxfp4")
+    padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 32)).double()
+    groups = padded.view(len(weight), -1, 32)
+    lower = torch.floor(torch.log2(groups.abs().amax(2))) - 2
+    candidates = torch.stack([lower, lower + 1]).exp2()[..., None]
+    decoded = nearest_e2m1(groups / candidates) * candidates
+    errors = (decoded - groups).square().sum(-1)
+    best = decoded.gather(0, errors.argmin(0).expand(1, -1, -1)[..., None].expand(1, *groups.shape))
+    found = torch.nn.functional.pad(matrix.dequantize(), (0, -weight.shape[1] % 32)).double()
+    found_errors = (found.view(groups.shape) - groups).square().sum(-1)
+    # The search sums errors in fp32: of two that are close either may win.
+    assert (found_errors <= errors.amin(0) * (1 + 2.0**-18)).all()
+    same = torch.equal(found.view(groups.shape), best[0])
+    assert same or (errors[0] / errors[1] - 1).abs().min() < 2.0**-18
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8-b128"])
+def test_zeros_stay_zero_and_blobs_hold_what_they_were_given(name: str) -> None:
+    weight = random_matrix(34, 200, 0, 1)
+    weight[3] = 0
+    weight[5, 128:] = 0
+    matrix = quantize(weight, name)
+    assert matrix.dequantize()[3].eq(0).all()
+    assert matrix.scales[3].eq(0).all()
+    again = packing.unpack(packing.pack(matrix, "gate_up"))
+    assert torch.equal(again.codes, matrix.codes)
+    assert torch.equal(again.scales, matrix.scales)
+    assert torch.equal(again.dequantize(), matrix.dequantize())
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8-b128"])
+def test_the_integer_rule_and_layout_are_refused(name: str) -> None:
+    weight = random_matrix(16, 128, 0, 2)
+    with pytest.raises(UnsupportedError, match=f"'torchao' makes integer codes; {name}"):
+        quantize(weight, name, "torchao")
+    with pytest.raises(UnsupportedError, match=f"'{name}' in torchao's layout; supported there"):
+        packing.pack(quantize(weight, name), layout="torchao")
+
+
+def test_a_kept_mxfp4_matrix_has_its_values() -> None:
+    random = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 16, (6, 96), generator=random, dtype=torch.uint8)
+    scales = torch.randint(100, 140, (6, 3), generator=random, dtype=torch.uint8)
+    matrix = kept_mxfp4(codes, scales)
+    values = torch.cat([E2M1, -E2M1])[codes.long()]
+    expected = values * (scales.double() - 127).exp2().repeat_interleave(32, dim=1)
+    assert torch.equal(matrix.dequantize().double(), expected)
+    assert torch.equal(packing.unpack(packing.pack(matrix)).codes.view(torch.uint8), codes)
+
+
+def test_the_smallest_mxfp4_scale_moves_into_the_exponent() -> None:
+    codes = torch.full((2, 64), 7, dtype=torch.uint8)
+    scales = torch.tensor([[0, 1], [3, 200]], dtype=torch.uint8)
+    matrix = kept_mxfp4(codes, scales)
+    assert matrix.exponent == -1
+    expected = 6 * (scales.double() - 127).exp2()
+    exact = matrix.codes.new_tensor(0).double() + expected
+    stored = (matrix.scales.double() - 127).exp2() * 6 * 2.0**matrix.exponent
+    assert torch.equal(stored, exact)
+
+
+def test_mxfp4_scales_that_no_blob_can_hold_are_named() -> None:
+    codes = torch.full((2, 32), 7, dtype=torch.uint8)
+    with pytest.raises(BadWeights, match=r"layer 3: the scale of row 1, group 0 is NaN"):
+        kept_mxfp4(codes, torch.tensor([[1], [255]], dtype=torch.uint8), "layer 3")
+    with pytest.raises(BadWeights, match=r"span 2\^-127 to 2\^127"):
+        kept_mxfp4(codes, torch.tensor([[0], [254]], dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "block"),
+    [(300, 260, (128, 128)), (128, 128, (128, 128)), (5, 300, (1, 300)), (576, 200, (576, 200))],
+)
+def test_a_kept_fp8_matrix_has_its_values(rows: int, cols: int, block: tuple[int, int]) -> None:
+    random = torch.Generator().manual_seed(4)
+    weight = torch.randn(rows, cols, generator=random).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-rows // block[0]), -(-cols // block[1]), generator=random) + 0.1
+    matrix = kept_fp8(weight, scales, block)
+    by_row = scales.repeat_interleave(block[0], 0)[:rows]
+    expected = weight.double() * by_row.repeat_interleave(block[1], 1)[:, :cols].double()
+    assert torch.equal(exact(matrix), expected)
+    assert torch.equal(packing.unpack(packing.pack(matrix)).codes, weight.view(torch.int8))
+
+
+def exact(matrix: QuantizedMatrix) -> Tensor:
+    scales = matrix.scales.double().repeat_interleave(128, 1)[:, : matrix.codes.shape[1]]
+    return matrix.codes.view(torch.float8_e4m3fn).double() * scales
+
+
+def test_fp8_that_no_blob_can_hold_is_named() -> None:
+    weight = torch.ones(256, 256).to(torch.float8_e4m3fn)
+    with pytest.raises(
+        UnsupportedError, match=r"blocks of 64 columns; supported: multiples of 128"
+    ):
+        kept_fp8(weight, torch.ones(256, 4), (1, 64))
+    bad = torch.ones(256, 256)
+    bad[7, 9] = math.nan
+    with pytest.raises(BadWeights, match="the weight at row 7, column 9 is nan"):
+        kept_fp8(bad.to(torch.float8_e4m3fn), torch.ones(2, 2), (128, 128))
+    with pytest.raises(BadWeights, match="scale of row block 1, column block 0 is inf"):
+        kept_fp8(weight, torch.tensor([[1.0, 1.0], [math.inf, 1.0]]), (128, 128))
