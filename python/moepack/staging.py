@@ -69,6 +69,17 @@ def require_output(target: Path, replace: bool, sources: Sequence[Path] = ()) ->
         raise MoePackError(f"{target}: cannot be written: {reason}") from error
 
 
+def require_file(path: Path) -> None:
+    """Raises MoePackError where a file cannot be written, before the work whose result it takes."""
+    try:
+        is_blocked = path.is_dir() or not path.absolute().parent.is_dir()
+        place = path if path.exists() else path.absolute().parent
+    except (OSError, ValueError) as error:
+        raise MoePackError(f"{path}: cannot be written: {error}") from error
+    if is_blocked or not os.access(place, os.W_OK):
+        raise MoePackError(f"{path}: cannot be written; name a file in a directory that exists")
+
+
 def put_in_place(stage: Path, target: Path) -> None:
     """Renames `stage` to `target`; a directory that is there goes when the new one has come."""
     if not target.exists():

@@ -57,6 +57,21 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "model.layers.1.mlp" in out
 
 
+def test_plans_that_cannot_be_carried_out_exit_with_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint("qwen3_moe") / "config.json").read_text(encoding="utf-8"))
+    for changes, expected in (
+        ({"num_experts_per_tok": 99}, "99 activated experts per token"),
+        ({"decoder_sparse_step": 99}, "no MoE block found"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+        code, out, _ = call(capsys, "plan", tmp_path)
+        assert code == 1
+        assert expected in " ".join(out.split())
+        assert call(capsys, "plan", tmp_path, "--json")[0] == 1
+
+
 def test_convert_there_and_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     packed, there, back = (tmp_path / name for name in ("packed", "there", "back"))
     json_of(capsys, "quantize", checkpoint("mixtral"), "-o", packed, "--threads", "1")
@@ -182,6 +197,9 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
         (["eval", "/no/such/place", "--text", "x", "--threads", "99999999"], "1 to 1024"),
         (["bench", "--threads", "99999999"], "1 to 1024"),
         (["bench", "--rounds", "0"], "rounds is 0"),
+        (["bench", "--tokens", "1,999999999999"], "none above 65536"),
+        (["bench", "--shape", "1000000,1000000,128,8"], "this machine has"),
+        (["demo", "--json", "/no/such/place/a.json"], "/no/such/place/a.json: cannot be written"),
         (["bench", "--plot", "/no/such/place/a.png"], "/no/such/place/a.png: cannot be written"),
         (["bench", "--plot", "a.docx"], "a.docx: no kind of picture"),
         (["run", "/no/such/place", "--prompt", "x", "--threads", "99999999"], "1 to 1024"),

@@ -1,4 +1,4 @@
-"""The demo: its checks can fail, its numbers are what the issue asks for."""
+"""The demo: its checks can fail, its numbers stay within limits, refusals come first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from made_programs import checkpoint, exported
 from moepack import demo
 from moepack.checkpoint import load_model
 from moepack.demo import checks
-from moepack.errors import VerificationError
+from moepack.errors import MoePackError, VerificationError
 from moepack.evaluate import Perplexity
 from moepack.runtime import Program
 from moepack.tokenizer import Tokenizer
@@ -68,6 +68,20 @@ def test_failed_check_is_an_error_after_everything_was_shown(
         demo.run(Watcher())
     assert shown == [result]
     assert torch.get_num_threads() == 1
+
+
+def test_an_output_that_exists_is_refused_before_anything_is_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    began = []
+    monkeypatch.setattr(demo, "_run", lambda *_: began.append("run"))
+    (tmp_path / "notes.txt").write_text("mine")
+    for force, message in ((False, "exists"), (True, "is not replaced")):
+        with pytest.raises(MoePackError, match=message):
+            demo.run(out_dir=tmp_path, force=force)
+    with pytest.raises(MoePackError, match="demo/model"):
+        demo.run(out_dir=demo.MODEL / "out")
+    assert not began
 
 
 def test_model_that_ships_packs_within_the_limits() -> None:

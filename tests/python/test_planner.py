@@ -107,3 +107,15 @@ def test_impossible_numbers_of_activated_experts_are_refused(family: str, top_k:
     assert all(f"{top_k} activated experts per token of" in b.why for b in found)
     with pytest.raises(UnsupportedError, match=f"{top_k} activated experts"):
         moepack.quantize_(model)
+
+
+def test_a_plan_knows_whether_it_is_possible() -> None:
+    model = tiny_models.build("qwen3_moe")
+    assert moepack.plan(model).is_possible
+    assert moepack.plan(model, exclude="*").is_possible
+    moepack.quantize_(model)
+    assert moepack.plan(model).is_possible
+    assert not moepack.plan(nn.Linear(4, 4)).is_possible
+    refused = tiny_models.build("qwen3_moe")
+    refused.get_submodule("model.layers.0.mlp.gate").top_k = 99  # type: ignore[assignment]
+    assert not moepack.plan(refused).is_possible

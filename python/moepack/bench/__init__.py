@@ -9,20 +9,21 @@ little; the fraction of the limit is what counts.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moepack import _core, huge_pages, ops
-from moepack.errors import UnsupportedError, VerificationError
-from moepack.packing import pack
-from moepack.quantizer import QuantizedMatrix
+from moepack.bench.layers import Layers
+from moepack.bench.overhead import Overhead, measured_overhead
+from moepack.errors import UnsupportedError
+from moepack.packing import packed_bytes
 from moepack.schemes import Scheme, scheme
 from moepack.threads import require_threads
 
@@ -34,10 +35,10 @@ SHAPES = {
     "mixtral-8x7b": (4096, 14336, 8, 2),
 }
 
-_DISTINCT = 2  # different experts; the others are their copies, in memory of their own
+_MOST_TOKENS = 1 << 16
+_MIN_LAYER_BYTES = 192 << 20  # copies of small layers, so that no cache holds what a walk reads
 _READ_BYTES = 256 << 20  # far beyond any cache, and still quick
 _PEAK_ROUNDS = 20_000
-_MIN_LAYER_BYTES = 192 << 20  # copies of small layers, so that no cache holds what a walk reads
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,12 @@ class BenchResult:
     threads: int
     limits: Limits
     rows: list[Row]
+    overhead: Overhead | None = None
 
     def to_json(self) -> dict[str, Any]:
         rows = [{**asdict(row), "fraction_of_limit": row.fraction_of_limit} for row in self.rows]
-        return {**asdict(self), "rows": rows}
+        found = None if self.overhead is None else self.overhead.to_json()
+        return {**asdict(self), "rows": rows, "overhead": found}
 
 
 def parse_shape(text: str) -> tuple[int, int, int, int]:
@@ -98,8 +101,10 @@ def parse_shape(text: str) -> tuple[int, int, int, int]:
 def parse_tokens(text: str) -> tuple[int, ...]:
     """Numbers of tokens, separated by commas. Raises UnsupportedError."""
     parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UnsupportedError(f"tokens {text!r}; expected numbers such as 1,16,512")
+    if not all(part.isdecimal() and 0 < int(part) <= _MOST_TOKENS for part in parts):
+        raise UnsupportedError(
+            f"tokens {text!r}; expected numbers such as 1,16,512, none above {_MOST_TOKENS}"
+        )
     return tuple(map(int, parts))
 
 
@@ -111,68 +116,45 @@ def bench(
     isa: str | None = None,
     rounds: int = 15,
     progress: Callable[[float], None] | None = None,
+    *,
+    with_overhead: bool = False,
 ) -> BenchResult:
-    """Measures one layer of made experts: D, F, E, K. Leaves torch's thread count as it was."""
+    """Measures one layer of made experts: D, F, E, K. Leaves torch's thread count as it was.
+
+    `with_overhead` adds what a call costs besides its experts, which takes an export to ExecuTorch.
+    Raises UnsupportedError on what cannot be measured here, VerificationError on wrong results.
+    """
     require_threads(threads)
     if rounds < 1:
         raise UnsupportedError(f"rounds is {rounds}; it must be at least 1")
+    _require_memory(shape, scheme(scheme_))
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)
     try:
-        layers = _Layers(shape, scheme(scheme_))
-        layers.check()
-        ops.force_isa(isa)
-        return _measured(layers, tokens, rounds, progress or (lambda done: None))
+        layers = Layers(shape, scheme(scheme_), _MIN_LAYER_BYTES)
+        layers.check(isa)
+        result = _measured(layers, tokens, rounds, progress or (lambda done: None))
+        if with_overhead:
+            result = replace(result, overhead=measured_overhead(layers, rounds))
+        return result
     finally:
         ops.force_isa(None)
         torch.set_num_threads(threads_before)
 
 
-class _Layers:
-    """Copies of a layer of made experts on huge pages, and calls of the operator on them."""
-
-    def __init__(self, shape: tuple[int, int, int, int], found: Scheme) -> None:
-        self.shape, self.scheme = shape, found
-        d, f, e, k = shape
-        w13 = [pack(_made(found, 2 * f, d, 2 * i), "gate_up") for i in range(min(_DISTINCT, e))]
-        w2 = [pack(_made(found, d, f, 2 * i + 1)) for i in range(min(_DISTINCT, e))]
-        self.expert_bytes = w13[0].numel() + w2[0].numel()
-        copies = -(-_MIN_LAYER_BYTES // (e * self.expert_bytes))
-        self.copies = [(_stacked(w13, e), _stacked(w2, e)) for _ in range(copies)]
-        self.weights_bytes = k * self.expert_bytes
-
-    def inputs(self, tokens: int, step: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        """x, ids, weights and the copy that a step uses."""
-        d, _, e, k = self.shape
-        generator = torch.Generator().manual_seed(step)
-        if tokens == 1:
-            walk = step * k + torch.arange(k)
-            ids, copy = (walk % e)[None], int(walk[0]) // e % len(self.copies)
-        else:
-            ids = torch.rand(tokens, e, generator=generator).argsort(1)[:, :k].contiguous()
-            copy = step % len(self.copies)
-        x = torch.randn(tokens, d, generator=generator)
-        return x, ids, torch.full((tokens, k), 1 / k), copy
-
-    def call(self, x: Tensor, ids: Tensor, weights: Tensor, copy: int) -> Tensor:
-        w13, w2 = self.copies[copy]
-        return ops.quantized_experts(
-            x, ids, weights, w13, w2, None, None, self.shape[1], self.scheme.name
+def _require_memory(shape: tuple[int, int, int, int], found: Scheme) -> None:
+    d, f, e, _ = shape
+    needed = e * (packed_bytes(found, 2 * f, d, "gate_up") + packed_bytes(found, d, f, "plain"))
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > installed:
+        raise UnsupportedError(
+            f"shape {','.join(map(str, shape))}: a layer takes {needed:,} bytes packed; this "
+            f"machine has {installed:,}"
         )
-
-    def check(self) -> None:
-        """The instruction set in use gives the scalar kernel's bits. Raises VerificationError."""
-        inputs = self.inputs(3, 0)
-        found = self.call(*inputs)
-        ops.force_isa("scalar")
-        expected = self.call(*inputs)
-        ops.force_isa(None)
-        if not torch.equal(found, expected):
-            raise VerificationError(f"{_core.active_isa()} differs from the scalar kernel")
 
 
 def _measured(
-    layers: _Layers, tokens: tuple[int, ...], rounds: int, progress: Callable[[float], None]
+    layers: Layers, tokens: tuple[int, ...], rounds: int, progress: Callable[[float], None]
 ) -> BenchResult:
     threads = torch.get_num_threads()
     memory = {
@@ -206,7 +188,7 @@ def _measured(
     return BenchResult(layers.shape, layers.scheme.name, _core.active_isa(), threads, limits, rows)
 
 
-def _row(layers: _Layers, limits: Limits, tokens: int, seconds: list[float], experts: float) -> Row:
+def _row(layers: Layers, limits: Limits, tokens: int, seconds: list[float], experts: float) -> Row:
     d, f, _, k = layers.shape
     macs, weights = 3 * tokens * k * d * f, experts * layers.expert_bytes
     median = statistics.median(seconds)
@@ -221,20 +203,3 @@ def _seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def _made(found: Scheme, rows: int, cols: int, seed: int) -> QuantizedMatrix:
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(
-        found.code_min, found.code_max + 1, (rows, cols), generator=generator, dtype=torch.int8
-    )
-    scales = torch.rand(rows, found.groups(cols), generator=generator) + 0.5
-    step = found.code_max * cols**0.5
-    return QuantizedMatrix(found, codes, (scales / step).to(torch.float16), 0)
-
-
-def _stacked(blobs: list[Tensor], experts: int) -> Tensor:
-    stacked = huge_pages.empty(experts, blobs[0].numel())
-    for e in range(experts):
-        stacked[e] = blobs[e % len(blobs)]
-    return stacked

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 from moepack.bench import BenchResult
 from moepack.errors import MoePackError
+from moepack.staging import require_file
 
 
 def require_writable(path: Path) -> None:
@@ -16,13 +16,7 @@ def require_writable(path: Path) -> None:
     kinds = sorted(figure.canvas.get_supported_filetypes())
     if path.suffix.removeprefix(".").lower() not in kinds:
         raise MoePackError(f"{path}: no kind of picture by its name; supported: {', '.join(kinds)}")
-    try:
-        is_blocked = path.is_dir() or not path.absolute().parent.is_dir()
-        place = path if path.exists() else path.absolute().parent
-    except (OSError, ValueError) as error:
-        raise MoePackError(f"{path}: cannot be written: {error}") from error
-    if is_blocked or not os.access(place, os.W_OK):
-        raise MoePackError(f"{path}: cannot be written; name a file in a directory that exists")
+    require_file(path)
 
 
 def save(result: BenchResult, path: Path) -> None:

@@ -23,6 +23,7 @@ from moepack.evaluate import Perplexity, perplexity
 from moepack.exporter import ExportResult, export
 from moepack.manifest import PROGRAM, package_versions
 from moepack.runtime import Generation, Program, Sampling, stream_text, thread_count
+from moepack.staging import require_output
 from moepack.threads import require_threads
 from moepack.tokenizer import Tokenizer
 
@@ -116,20 +117,24 @@ def run(
     audience: Audience | None = None,
     *,
     out_dir: Path | None = None,
+    force: bool = False,
     threads: int | None = None,
     heldout_tokens: int | None = None,
 ) -> DemoResult:
     """Runs everything and returns the numbers; `out_dir` keeps the exported program.
 
+    An `out_dir` that exists is refused unless `force` is given, as by `moepack.export`.
     `threads` is for the exported program; torch's part runs on one.
     Raises VerificationError when the .pte and the eager packed model disagree.
     """
     require_threads(threads)
+    if out_dir is not None:
+        require_output(out_dir, force, [MODEL])
     watcher = audience or Audience()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="moepack-demo-") as scratch, _single_thread():
         target = out_dir or Path(scratch) / "demo"
-        result = _run(watcher, target, threads, heldout_tokens, began)
+        result = _run(watcher, target, force, threads, heldout_tokens, began)
     watcher.show(result)
     failed = [check for check in result.checks if not check.passed]
     if failed:
@@ -149,7 +154,12 @@ def _single_thread() -> Iterator[None]:
 
 
 def _run(
-    watcher: Audience, target: Path, threads: int | None, heldout_tokens: int | None, began: float
+    watcher: Audience,
+    target: Path,
+    force: bool,
+    threads: int | None,
+    heldout_tokens: int | None,
+    began: float,
 ) -> DemoResult:
     watcher.begin("Loading the model")
     original = load_model(MODEL)
@@ -170,7 +180,7 @@ def _run(
         embedding="float",
         logits="all",
         max_seq_len=_WINDOW,
-        force=True,
+        force=force,
     )
     watcher.show(exported)
     sizes = _sizes(original, packed["int4-g32"], exported)
