@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moepack import packing
-from moepack.errors import MoePackError, PackedFormatError
+from moepack.errors import MoePackError, PackedFormatError, UnsupportedError
 from moepack.manifest import (
     FILE_NAME,
     PROGRAM,
@@ -25,24 +25,32 @@ from moepack.manifest import (
 )
 from moepack.program_file import Constant, ProgramFile, open_program
 from moepack.runtime import executorch_runtime, missing_from_runtime
+from moepack.universal_blob import UNIVERSAL_MAGIC, is_universal, read_header
 from moepack.weights_file import IDENTIFIER as WEIGHTS_IDENTIFIER
 from moepack.weights_file import WeightsFile, open_weights, weights_of
 
 _BLOB_MAGIC = b"MOEP"
+_MAGICS = (_BLOB_MAGIC, UNIVERSAL_MAGIC)
+_UNIVERSAL_TYPE = 1
+_OPERATORS = ("moepack::", "llama::quantized_moe_ffn")
 
 
 @dataclass(frozen=True)
 class PackedStack:
-    """One stacked tensor of packed experts, as its headers describe it."""
+    """One stacked tensor of packed experts, as its headers describe it.
+
+    Those of torchao's layout say how many bits a code has, and nothing of shape and group.
+    """
 
     where: str
     experts: int
     bytes: int
     scheme: str
-    rows: int
-    cols: int
+    rows: int | None
+    cols: int | None
     row_order: str
     version: int
+    layout: str = "moepack"
 
 
 @dataclass
@@ -206,9 +214,9 @@ def _packed_constants(
     """Those of moepack's operators whose bytes begin like a blob, each once."""
     seen: set[Constant] = set()
     for method in file.methods:
-        calls = [call for call in method.calls if call.operator.startswith("moepack::")]
+        calls = [call for call in method.calls if call.operator.startswith(_OPERATORS)]
         for index, call in enumerate(calls):
-            packed = [c for c in call.constants if _data(file, weights, c)[:4] == _BLOB_MAGIC]
+            packed = [c for c in call.constants if _data(file, weights, c)[:4] in _MAGICS]
             for name, constant in zip(("w13", "w2"), packed, strict=False):
                 if constant not in seen:
                     seen.add(constant)
@@ -257,6 +265,9 @@ def _inspect_safetensors(path: Path, verify: bool) -> Inspection:
 
 
 def _add_stack(result: Inspection, where: str, stack: Tensor, verify: bool) -> None:
+    if len(stack) and is_universal(stack[0]):
+        _add_universal(result, where, stack)
+        return
     try:
         headers = [packing.read_header(blob) for blob in stack]
     except PackedFormatError as error:
@@ -285,6 +296,19 @@ def _add_stack(result: Inspection, where: str, stack: Tensor, verify: bool) -> N
             version=first.version,
         )
     )
+
+
+def _add_universal(result: Inspection, where: str, stack: Tensor) -> None:
+    try:
+        bits = {read_header(blob) for blob in stack}
+    except (PackedFormatError, UnsupportedError) as error:
+        result.problems.append(f"{where}: {error}")
+        return
+    if len(bits) > 1:
+        result.problems.append(f"{where}: codes of {sorted(bits)} bits in one stack")
+        return
+    kind = (f"int{bits.pop()}", None, None, "plain", _UNIVERSAL_TYPE, "torchao")
+    result.packed.append(PackedStack(where, len(stack), stack.numel(), *kind))
 
 
 def _readonly(array: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:

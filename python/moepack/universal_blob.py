@@ -27,6 +27,7 @@ from moepack.schemes import SCHEMES, Scheme, scheme
 _NR, _KR, _SR = 8, 16, 2
 _HEADER_BYTES = 64
 _MAGIC, _UNIVERSAL = 6712, 1
+UNIVERSAL_MAGIC = _MAGIC.to_bytes(4, "little")
 BITS = (4, 8)
 _RUN = 32  # 4-bit codes are packed so many at a time
 _SCALE_AND_SUM_BYTES = 8
@@ -114,7 +115,7 @@ def read_universal(blob: Tensor, rows: int, cols: int, group: int) -> UniversalM
     zero points, a bias or a group that is no multiple of 16.
     """
     data = _flat_bytes(blob)
-    bits = _read_header(data)
+    bits = read_header(data)
     if len(data) != universal_bytes(bits, rows, cols, group):
         raise PackedFormatError(
             f"the blob has {len(data)} bytes; {bits}-bit codes [{rows}, {cols}] in groups of "
@@ -215,8 +216,14 @@ def _rounded(scheme_name: str, codes: Tensor, scales: Tensor, exponent: int) -> 
     return QuantizedMatrix(scheme(scheme_name), codes, rounded, bounded, change)
 
 
-def _read_header(data: Tensor) -> int:
-    """Checks a blob's header; returns its bits."""
+def is_universal(blob: Tensor) -> bool:
+    """Does a blob, uint8 [bytes], begin as one of torchao's does?"""
+    return bytes(blob[:4].tolist()) == UNIVERSAL_MAGIC
+
+
+def read_header(blob: Tensor) -> int:
+    """The bits of a code. Raises PackedFormatError or UnsupportedError on another header."""
+    data = _flat_bytes(blob)
     if len(data) < _HEADER_BYTES:
         raise PackedFormatError(f"{len(data)} bytes; a universal blob begins with {_HEADER_BYTES}")
     fields = struct.unpack("<16i", bytes(data[:_HEADER_BYTES].tolist()))

@@ -299,6 +299,14 @@ def test_what_aborts_upstream_raises(name: str) -> None:
         torch.ops.llama.quantized_moe_ffn(*arguments)
 
 
+def test_a_route_scale_of_zero() -> None:
+    case = layer()
+    arguments = case.arguments(tokens(3, case.dim))
+    arguments[12] = 0.0
+    with accelerate_upstream():
+        assert (torch.ops.llama.quantized_moe_ffn(*arguments) == 0).all()
+
+
 def test_no_tokens() -> None:
     case = layer()
     with accelerate_upstream():

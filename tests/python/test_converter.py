@@ -251,6 +251,7 @@ def test_checkpoints_there_and_back(make: Callable[[Path], Path], tmp_path: Path
     done = moepack.convert(source, tmp_path / "there", layout="torchao")
     assert done.result == tmp_path / "there"
     assert done.changes.changed == 0
+    assert not inspect(done.result).problems
     original, converted = load_model(source), load_model(done.result)
     assert {module.attributes.layout for module in packed_modules(converted)} == {"torchao"}
     assert torch.equal(logits(original), logits(converted))
@@ -263,6 +264,24 @@ def test_checkpoints_there_and_back(make: Callable[[Path], Path], tmp_path: Path
         assert json.loads((tmp_path / "back" / index.name).read_text()) == json.loads(
             index.read_text()
         )
+
+
+def test_packing_while_loading_into_torchaos_layout(tmp_path: Path) -> None:
+    """By moepack's own streaming and by the library: the tensors of a converted checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    there = moepack.convert(quantized(tmp_path / "packed"), tmp_path / "there", layout="torchao")
+    source = made_programs.checkpoint("qwen3_moe")
+    settings = Settings(layout="torchao", sqnr_floor=0.0, threads=1)
+    quantize_checkpoint(source, tmp_path / "directly", settings)
+    for file in there.result.glob("*.safetensors"):
+        assert same_tensors(load_file(tmp_path / "directly" / file.name), load_file(file))
+    config = moepack.MoePackConfig(layout="torchao", sqnr_floor=0.0)
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
+    assert {module.attributes.layout for module in packed_modules(model)} == {"torchao"}
+    model.save_pretrained(tmp_path / "saved")
+    expected = logits(load_model(there.result))
+    assert torch.equal(logits(load_model(tmp_path / "saved")), expected)
 
 
 def test_checkpoints_that_are_refused(tmp_path: Path) -> None:
@@ -297,6 +316,10 @@ def test_an_exported_directory_there_and_back(tmp_path: Path) -> None:
     there = moepack.convert(source, tmp_path / "there", layout="torchao").result
     assert torch.equal(all_logits(there), expected)
     Program.load(there, verify=True)  # the manifest is the new program's
+    seen, before = inspect(there, verify=True), inspect(source)
+    assert not seen.problems
+    assert {(stack.layout, stack.scheme) for stack in seen.packed} == {("torchao", "int4")}
+    assert [s.experts for s in seen.packed] == [s.experts for s in before.packed]
     assert (there / "model.pte").stat().st_size > (source / "model.pte").stat().st_size
     back = moepack.convert(there / "model.pte", tmp_path / "back.pte", layout="moepack").result
     assert torch.equal(all_logits(back), expected)
@@ -304,6 +327,13 @@ def test_an_exported_directory_there_and_back(tmp_path: Path) -> None:
         moepack.convert(there / "model.pte", back, layout="moepack")
     with pytest.raises(UnsupportedError, match="no call with packed experts"):
         moepack.convert(back.read_bytes(), layout="moepack")
+
+
+def test_exporting_in_torchaos_layout(tmp_path: Path) -> None:
+    directory = made_programs.checkpoint("qwen3_moe")
+    options = {"linear": "float", "embedding": "float", "logits": "all"}
+    moepack.export(directory, tmp_path / "out", layout="torchao", sqnr_floor=0.0, **options)
+    assert torch.equal(all_logits(tmp_path / "out"), all_logits(made_programs.exported()))
 
 
 class Upstream(nn.Module):
