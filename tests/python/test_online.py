@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,15 @@ def test_pieces_in_any_order(family: str, seed: int, tmp_path: Path) -> None:
     assert_same_state(found.model, quantized_after_loading(directory))
 
 
+def test_tensors_of_a_trainer_leave_no_gradients(tmp_path: Path) -> None:
+    directory = saved(tiny_models.build("qwen3_moe"), tmp_path)
+    tensors = {n: nn.Parameter(t) for n, t in stored_tensors(directory).items()}
+    model = pieces_into(directory, iter(tensors.items())).model
+    found = [*model.parameters(), *model.buffers()]
+    assert not any(t.requires_grad or t.grad_fn is not None for t in found)
+    assert_same_state(model, load(directory, Settings(threads=1)).model)
+
+
 class Ternary(OnlineMethod):
     """A toy: -1, 0 and 1 times one scale per group, in the cells of int4-g32."""
 
@@ -157,6 +167,19 @@ def test_what_is_missing_is_named_before_any_work(tmp_path: Path) -> None:
     rewrite(directory, tensors)
     with pytest.raises(BadWeights, match=r"lacks 1 tensors.*model\.layers\.1\.mlp\.gate\.weight"):
         load(directory)
+
+
+@pytest.mark.parametrize("as_pieces", [False, True])
+def test_what_has_no_place_is_an_error_unless_allowed(as_pieces: bool, tmp_path: Path) -> None:
+    directory = saved(tiny_models.build("qwen3_moe"), tmp_path)
+    tensors = stored_tensors(directory)
+    name = "model.layers.2.mlp.gate.weight"
+    rewrite(directory, tensors | {name: torch.zeros(8, 64)})
+    pieces = iter(stored_tensors(directory).items())
+    read = partial(pieces_into, directory, pieces) if as_pieces else partial(load, directory)
+    with pytest.raises(BadWeights, match=rf"1 stored tensors have no place.*{name}"):
+        read(settings=Settings(threads=1))
+    assert load(directory, Settings(threads=1), allow_unexpected=True).unexpected == [name]
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:

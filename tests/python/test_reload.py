@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import tiny_models
 from made_checkpoints import copied, encoded, fp8_block, saved, stored_tensors
 from moepack.errors import BadWeights, UnsupportedError
 from moepack.modules import QuantizedMoEFFN
-from moepack.online import Settings, load
+from moepack.online import Settings, load, quantize_checkpoint
+from moepack.online.memory import anonymous_bytes
 from moepack.weight_lock import WeightLock
 
 ONE = Settings(threads=1)
@@ -217,61 +219,105 @@ def test_models_that_cannot_be_reloaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("serves", [True, False])
-def test_a_forward_while_weights_are_replaced(serves: bool, checkpoints: tuple[Path, Path]) -> None:
-    """Under `serving` the model, without it every packed block, is all old or all new."""
+def test_a_hundred_updates_while_two_threads_run_the_model(
+    serves: bool, checkpoints: tuple[Path, Path]
+) -> None:
+    """Under `serving` a forward is all old or all new, without it every packed layer is."""
     model: Any = packed(checkpoints[0])
-    block: QuantizedMoEFFN = model.get_submodule("model.layers.0.mlp")
     sources = [stored_tensors(directory) for directory in checkpoints]
-    x = torch.randn(6, tiny_models.WIDTH, generator=torch.Generator().manual_seed(0))
-
-    def result() -> Tensor:
-        return tiny_models.logits(model) if serves else block(x)
-
-    allowed = []
+    frozen, logits = [], []
     for source in sources:
         moepack.reload_weights(model, source, settings=ONE)
-        allowed.append(result())
-    assert not torch.equal(*allowed)
-    seen: list[int] = []
+        frozen.append(copy.deepcopy(model))
+        logits.append(tiny_models.logits(model))
+    assert not torch.equal(*logits)
+    layers = [f"model.layers.{n}.mlp" for n in range(2)]
     stop, addresses = threading.Event(), pointers(model)
+    wrong: list[str] = []
+    forwards = [0, 0]
 
-    def serve() -> None:
+    def check_layer(path: str, x: Tensor, y: Tensor) -> None:
+        if not any(torch.equal(y, twin.get_submodule(path)(x)) for twin in frozen):
+            wrong.append(path)
+
+    for path in layers:
+        model.get_submodule(path).register_forward_hook(
+            lambda module, inputs, output, path=path: check_layer(path, inputs[0], output)
+        )
+
+    def run(thread: int) -> None:
         while not stop.is_set():
-            if serves:
-                with moepack.serving(model), moepack.serving(model):
-                    found = result()
-            else:
-                found = result()
-            matching = [i for i, expected in enumerate(allowed) if torch.equal(found, expected)]
-            seen.append(matching[0] if matching else -1)
+            with moepack.serving(model) if serves else nullcontext():
+                found = tiny_models.logits(model)
+            if serves and not any(torch.equal(found, expected) for expected in logits):
+                wrong.append("logits")
+            forwards[thread] += 1
 
-    threads = [threading.Thread(target=serve) for _ in range(2)]
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(2)]
     for thread in threads:
         thread.start()
-    for update in range(20):
-        moepack.reload_weights(model, sources[update % 2], settings=ONE)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert set(seen) <= {0, 1}
+    grown = []
+    try:
+        for update in range(100):
+            moepack.reload_weights(model, sources[update % 2], settings=ONE)
+            if update % 45 == 9:
+                grown.append(anonymous_bytes())
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    assert min(forwards) > 0
     assert pointers(model) == addresses
+    assert grown[-1] - grown[0] < 3 * sum(t.nbytes for t in sources[0].values())
 
 
 def test_memory_does_not_grow_with_updates(checkpoints: tuple[Path, Path]) -> None:
     model = packed(checkpoints[0])
     tensors = stored_tensors(checkpoints[1])
 
-    def anonymous() -> int:
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-
     def update(times: int) -> int:
         for _ in range(times):
             moepack.reload_weights(model, iter(tensors.items()), settings=ONE)
-        return anonymous()
+        return anonymous_bytes()
 
     after_first = update(10)
     assert update(40) - after_first < 3 * sum(t.nbytes for t in tensors.values())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nllb-moe"])
+@pytest.mark.parametrize("form", ["state_dict", "directory"])
+def test_the_weights_of_a_model_packed_alike(family: str, form: str, tmp_path: Path) -> None:
+    model = packed(saved(tiny_models.build(family), tmp_path / "a"))
+    b = saved(tiny_models.build(family, seed=5), tmp_path / "b")
+    other, addresses = packed(b), pointers(model)
+    source: Any = other.state_dict()
+    if form == "directory":
+        source = quantize_checkpoint(b, tmp_path / "packed", ONE).directory
+    moepack.reload_weights(model, source, settings=ONE)
+    assert different(state(model), state(other)) == set()
+    assert pointers(model) == addresses
+
+
+@pytest.mark.parametrize("how", ["scheme", "damaged", "one by one", "missing"])
+def test_packed_weights_that_do_not_fit(how: str, checkpoints: tuple[Path, Path]) -> None:
+    model = packed(checkpoints[0])
+    before = state(model)
+    name = "model.layers.1.mlp.packed_w2"
+    source: Any = state(packed(checkpoints[1]))
+    message = name
+    if how == "scheme":
+        source, message = state(packed(checkpoints[1], scheme="int4-g64")), "packed_w2 is"
+    elif how == "damaged":
+        source[name][3, -1] ^= 1
+        message = "layers.1: .*checksum"
+    elif how == "missing":
+        del source[name]
+    else:
+        source, message = iter(source.items()), "not one by one"
+    with pytest.raises(BadWeights, match=message):
+        moepack.reload_weights(model, source, settings=ONE)
+    assert not {n for n in different(state(model), before) if "layers.1.mlp" in n}
 
 
 def test_compiled_callers_see_new_weights_at_the_same_addresses(

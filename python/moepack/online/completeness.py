@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from moepack.errors import BadWeights
 from moepack.online.files import read_entries
 from moepack.online.filling import shortened
-from moepack.online.mapping import NameMapping
+from moepack.online.mapping import COMPUTED, NameMapping
 from moepack.online.stored import Decoder
 
-_COMPUTED = re.compile(r"(^|\.)(rotary_emb\.|\w*inv_freq$)")
 _WEIGHT = re.compile(r"\bexperts\.|(\.weight|_proj|_w|w[123])$")
 _EXPERT = re.compile(r"^(.*\bexperts\.)(\d+)(\..*)$")
 
@@ -103,12 +102,12 @@ def _raise(
             f"{directory}: {name} is stored as {list(stored)}, but has {list(made)} in the model "
             f"of config.json{more}; one of the two belongs to another model"
         )
-    if gone := sorted(name for name in missing if not _COMPUTED.search(name)):
+    if gone := sorted(name for name in missing if not COMPUTED.search(name)):
         raise BadWeights(
             f"{directory}: the checkpoint lacks {len(gone)} tensors of the model: "
             f"{shortened(gone, 4)}; complete the files or correct config.json"
         )
-    if left := sorted(name for name in unexpected if not _COMPUTED.search(name)):
+    if left := sorted(name for name in unexpected if not COMPUTED.search(name)):
         raise BadWeights(
             f"{directory}: {len(left)} stored tensors have no place in the model of config.json: "
             f"{shortened(left, 4)}; correct config.json"

@@ -118,6 +118,12 @@ class Filling:
             target = self.mapping.target(name)
             if target is not None:
                 self._unit(target).expect(target.pattern)
+            else:
+                self._note_unexpected(name)
+
+    def _note_unexpected(self, name: str) -> None:
+        if not self.mapping.is_ignored(name) and name not in self.unexpected:
+            self.unexpected.append(name)
 
     def _unit(self, target: Target) -> Unit:
         units = self._group_of[target.name].units
@@ -141,13 +147,20 @@ class Filling:
                 f"the checkpoint lacks {len(gone)} tensors of the model: {shortened(sorted(gone))}"
             )
 
+    def check_places(self) -> None:
+        """Raises BadWeights if names, known in advance or come, have no place in the model."""
+        if self.unexpected:
+            raise BadWeights(
+                f"{len(self.unexpected)} stored tensors have no place in the model of config.json: "
+                f"{shortened(self.unexpected, 4)}; correct config.json"
+            )
+
     def add(self, stored: StoredTensor) -> None:
         """Takes one tensor; a group that it completes is finished and applied."""
         for tensor in self._decoder.feed(stored):
             target = self.mapping.target(tensor.name)
             if target is None:
-                if not self.mapping.is_ignored(tensor.name):
-                    self.unexpected.append(tensor.name)
+                self._note_unexpected(tensor.name)
                 continue
             group = self._group_of[target.name]
             if group.error is not None:

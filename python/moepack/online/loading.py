@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from moepack.errors import BadWeights, MoePackError, NoMoEBlock, UnsupportedError
+from moepack.errors import MoePackError, NoMoEBlock, UnsupportedError
 from moepack.families import FoundBlock, find_blocks
 from moepack.modules import PackedExperts
 from moepack.online.adapter import check_classes, read_with_values
 from moepack.online.blocks import Allocate, OnlineBlock, in_memory
 from moepack.online.completeness import require_float
-from moepack.online.filling import Filled, Filling, shortened
+from moepack.online.filling import Filled, Filling
 from moepack.online.methods import OnlineMethod, method_for
 from moepack.online.sources import Dummy, SafetensorsDirectory, Source
 from moepack.placement import put
@@ -84,14 +83,16 @@ def load(
     *,
     dtype: torch.dtype = torch.float32,
     load_format: LoadFormat = "safetensors",
+    allow_unexpected: bool = False,
     progress: Progress | None = None,
 ) -> Loaded:
     """Builds the model of a checkpoint directory, packing its experts as they are read.
 
     Peak anonymous memory is the result and about one layer. FP8 and MXFP4 weights are dequantized
     exactly before they are packed. `load_format="dummy"` reads config.json alone and draws random
-    weights. Raises NoMoEBlock, UnsupportedError, BadWeights (names, shapes, values),
-    VerificationError (the SQNR floor).
+    weights. Stored tensors that the model has no place for are an error, or `Loaded.unexpected` if
+    they are allowed. Raises NoMoEBlock, UnsupportedError, BadWeights (names, shapes, values),
+    VerificationError (a class that computes something else, the SQNR floor).
     """
     config = read_config(Path(directory))
     model = meta_model(config, dtype)
@@ -100,7 +101,13 @@ def load(
     source: Source = (
         Dummy(model) if load_format == "dummy" else SafetensorsDirectory(Path(directory))
     )
-    return fill(model, source, settings or Settings(), progress=progress)
+    return fill(
+        model,
+        source,
+        settings or Settings(),
+        allow_unexpected=allow_unexpected,
+        progress=progress,
+    )
 
 
 def load_packed(directory: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
@@ -121,15 +128,11 @@ def load_packed(directory: str | Path, *, dtype: torch.dtype = torch.float32) ->
     filling = Filling(model, (), apply, source.names)
     filling.require_buffers_of(PackedExperts)
     filling.check_names()
+    filling.check_places()
     for stored in source:
         filling.add(stored)
     filling.end()
     filling.require_everything()
-    if filling.unexpected:
-        raise BadWeights(
-            f"{directory}: {len(filling.unexpected)} stored tensors have no place in the model of "
-            f"config.json: {shortened(filling.unexpected, 4)}; correct config.json"
-        )
     finish_buffers(model)
     return model
 
@@ -178,6 +181,7 @@ def fill(
     settings: Settings,
     *,
     allocate: Allocate = in_memory,
+    allow_unexpected: bool = False,
     progress: Progress | None = None,
 ) -> Loaded:
     """Fills a model on the meta device. The result's parts are the model's own modules."""
@@ -200,14 +204,14 @@ def fill(
     blocks.clear()
     if source.names is not None:
         filling.check_names()
+    if not allow_unexpected:
+        filling.check_places()
     for stored in source:
         filling.add(stored)
     filling.end()
+    if not allow_unexpected:
+        filling.check_places()
     loaded.unexpected = filling.unexpected
-    if loaded.unexpected:
-        warnings.warn(
-            f"tensors that the model does not have: {shortened(loaded.unexpected)}", stacklevel=3
-        )
     filling.require_everything()
     finish_buffers(loaded.model)
     return loaded

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from moepack.online.unit import Unit
 
+# What old checkpoints hold although it is computed from the config.
+COMPUTED = re.compile(r"(^|\.)(rotary_emb\.|\w*inv_freq$)")
+
 
 class Target(NamedTuple):
     """Where a stored tensor goes: the first parameter that it is part of, and by which pattern."""
@@ -62,7 +65,7 @@ class NameMapping:
     def is_ignored(self, name: str) -> bool:
         """Does the model say that checkpoints may hold this without meaning?"""
         patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        return any(re.search(pattern, name) for pattern in patterns)
+        return bool(COMPUTED.search(name)) or any(re.search(pattern, name) for pattern in patterns)
 
     def may_be_missing(self, name: str) -> bool:
         patterns = getattr(self.model, "_keys_to_ignore_on_load_missing", None) or ()

@@ -7,16 +7,16 @@ in-memory ExportedPrograms see the new weights (a .pte owns its own and does not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from moepack import placement
+from moepack import packing, placement
 from moepack.errors import BadWeights, MoePackError, UnsupportedError
 from moepack.modules import PackedExperts, QuantizedMoEFFN
 from moepack.online.blocks import OnlineBlock
@@ -24,7 +24,18 @@ from moepack.online.filling import Filled, Filling, shortened
 from moepack.online.loading import Settings, meta_model, online_blocks
 from moepack.online.serving import model_lock
 from moepack.online.sources import open_source
+from moepack.placement import put
 from moepack.planner import FLOAT, plan
+
+_BLOBS = ("packed_w13", "packed_w2")
+
+
+class Change(NamedTuple):
+    """A new value for one of the model's tensors, or for an expert's part of it."""
+
+    name: str
+    target: Tensor
+    value: Tensor
 
 
 @dataclass
@@ -46,7 +57,8 @@ def reload_weights(
 
     `source`: a checkpoint directory, a state_dict, or (name, tensor) one by one, under the
     checkpoint's names, in any order, in as many pieces as there are tensors; memory of the pieces
-    may be reused by the caller. FP8 and MXFP4 are taken as while loading.
+    may be reused by the caller. FP8 and MXFP4 are taken as while loading. A directory or state_dict
+    may also be that of a model packed alike: its blobs are verified and copied.
 
     A layer is checked when it is complete and then copied under its lock; the model's lock is held
     from the first copy to the end (`moepack.serving`). A layer that is incomplete, misshapen or not
@@ -58,6 +70,12 @@ def reload_weights(
     twin = _twin(model)
     blocks = _blocks_as_packed(model, twin, settings or Settings())
     opened = open_source(source)
+    is_packed = any(name.endswith(_BLOBS) for name in opened.names or ())
+    if is_packed:
+        _require_layout(model)
+        for block in blocks:
+            put(twin, block.found, block.spec, block.empty())
+        blocks.clear()
     live = model.state_dict()
     done = Reloaded()
     with ExitStack() as held:
@@ -66,13 +84,15 @@ def reload_weights(
             changes = _changes(filled, live)
             if not done.layers:
                 held.enter_context(model_lock(model).writing())
-            with _modules_locked(model, filled):
-                for target, value in changes:
-                    target.copy_(value)
+            with _modules_locked(model, changes):
+                for change in changes:
+                    change.target.copy_(change.value)
             done.layers.append(filled.group.name)
             done.tensors += len(changes)
 
         filling = Filling(twin, blocks, apply, opened.names, keeps_going=True, partial=partial)
+        if is_packed and not partial:
+            filling.require_buffers_of(PackedExperts)
         blocks.clear()
         for stored in opened:
             filling.add(stored)
@@ -107,6 +127,7 @@ def _blocks_as_packed(model: nn.Module, twin: nn.Module, settings: Settings) -> 
     chosen = Settings(
         recipe=recipe,
         router="auto" if is_fused else "outside",
+        layout=next(iter(packed.values())).attributes.layout,
         sqnr_floor=settings.sqnr_floor,
         threads=settings.threads,
         methods=settings.methods,
@@ -114,12 +135,23 @@ def _blocks_as_packed(model: nn.Module, twin: nn.Module, settings: Settings) -> 
     return online_blocks(twin, chosen)[0]
 
 
-def _changes(filled: Filled, live: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """(the model's tensor, its new value) for all of a group; checked, nothing is written yet."""
-    found: list[tuple[Tensor, Tensor]] = []
+def _require_layout(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, PackedExperts) and module.attributes.layout != "moepack":
+            raise UnsupportedError(
+                f"{path}: packed weights are taken in the layout 'moepack', this module has "
+                f"{module.attributes.layout!r}; reload the float checkpoint"
+            )
+
+
+def _changes(filled: Filled, live: Mapping[str, Tensor]) -> list[Change]:
+    """All of a group; checked, nothing is written yet."""
+    found: list[Change] = []
     for name, value in filled.tensors.items():
         _require(name, live, value)
-        found.append((live[name], value))
+        if name.endswith(_BLOBS):
+            _require_alike(name, live[name], value)
+        found.append(Change(name, live[name], value))
     for block, new in filled.packed:
         module = placement.placed(block.found.module, block.spec, new)
         for path, value in module.state_dict().items():
@@ -127,11 +159,20 @@ def _changes(filled: Filled, live: Mapping[str, Tensor]) -> list[tuple[Tensor, T
                 continue
             name = f"{block.path}.{path}".removeprefix(".")
             _require(name, live, value, finite=False)
-            if name.endswith(("packed_w13", "packed_w2")):
-                found += [(live[name][e], value[e]) for e in sorted(block.done)]
+            if name.endswith(_BLOBS):
+                found += [Change(name, live[name][e], value[e]) for e in sorted(block.done)]
             else:
-                found.append((live[name], value))
+                found.append(Change(name, live[name], value))
     return found
+
+
+def _require_alike(name: str, old: Tensor, new: Tensor) -> None:
+    """Raises PackedFormatError or BadWeights unless blobs are sound and of matrices like these."""
+    for expert, (was, blob) in enumerate(zip(old, new, strict=True)):
+        packing.verify(blob)
+        here, there = (replace(packing.read_header(b), exponent=0, crc32=0) for b in (was, blob))
+        if here != there:
+            raise BadWeights(f"{name} expert {expert} is packed as {there}, the model's as {here}")
 
 
 def _require(name: str, live: Mapping[str, Tensor], value: Tensor, finite: bool = True) -> None:
@@ -152,12 +193,12 @@ def _is_unknown(value: Tensor) -> bool:
 
 
 @contextmanager
-def _modules_locked(model: nn.Module, filled: Filled) -> Any:
+def _modules_locked(model: nn.Module, changes: list[Change]) -> Iterator[None]:
+    owners = dict.fromkeys(change.name.rpartition(".")[0] for change in changes)
     with ExitStack() as held:
-        for block, _ in filled.packed:
-            for module in model.get_submodule(block.path).modules():
-                if isinstance(module, PackedExperts):
-                    held.enter_context(module.lock.writing())
+        for module in map(model.get_submodule, owners):
+            if isinstance(module, PackedExperts):
+                held.enter_context(module.lock.writing())
         yield
 
 
@@ -165,6 +206,10 @@ def _report(filling: Filling) -> None:
     problems = [f"{name}: {', '.join(why)}" for name, why in filling.unfinished().items()]
     if filling.unexpected:
         problems.append(f"names that the model does not have: {shortened(filling.unexpected)}")
+    if any(name.endswith(_BLOBS) for name in filling.unexpected):
+        problems.append(
+            "tensors of a packed model are taken from a directory or a state_dict, not one by one"
+        )
     if problems:
         raise BadWeights(
             f"{len(problems)} parts kept their old weights: " + "; ".join(problems)
