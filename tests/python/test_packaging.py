@@ -9,20 +9,62 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import moepack
+from cmake_builds import configured_and_built, install_moepack
+from made_programs import made_model
 from moepack import _core, ops
+from moepack.modules import QuantizedMoEFFN
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = ["transformers", "executorch", "torchao", "matplotlib", "typer", "rich", "omegaconf"]
+# One layer of Mixtral, int4-g32, read from files; the bytes of the result on stdout.
 CONSUMER = """
 #include <cstdio>
-#include "moepack/isa.h"
-#include "moepack/scheme.h"
-int main() {
-  const char* name = nullptr;
-  if (!moepack::active_isa(name).ok() || !moepack::find_scheme("int4-g32")) return 1;
-  std::puts(name);
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <vector>
+#include "moepack/ffn.h"
+
+std::vector<char> read(const char* name) {
+  std::ifstream file(name, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+int main(int, char** sizes) {
+  const auto size = [sizes](int i) { return std::atoll(sizes[i]); };
+  const moepack::Shape shape{size(1), size(2), size(3), size(4), size(5)};
+  const auto x = read("x"), gate = read("gate"), w13 = read("w13"), w2 = read("w2");
+  moepack::ExpertAttributes experts;
+  experts.scheme = "int4-g32";
+  experts.layout = "moepack";
+  experts.activation = "silu";
+  moepack::RoutingAttributes routing;
+  routing.score_func = "softmax_all";
+  routing.norm_topk = true;
+  routing.group_score = "top2sum";
+  routing.router_dtype = "float32";
+  const auto bytes13 = static_cast<std::int64_t>(w13.size()) / shape.E;
+  const auto bytes2 = static_cast<std::int64_t>(w2.size()) / shape.E;
+  const moepack::ExpertSizes lengths{shape.E, bytes13, shape.E, bytes2};
+  moepack::Status status = moepack::check_experts(shape, experts, lengths);
+  if (status.ok()) status = moepack::check_routing(shape, routing);
+  std::vector<char> out(x.size()), memory(moepack::ffn_workspace_bytes(shape, experts, 1) + 64);
+  char* workspace = memory.data() + (64 - reinterpret_cast<std::size_t>(memory.data()) % 64);
+  const auto bytes_of = [](const std::vector<char>& blob) {
+    return reinterpret_cast<const std::uint8_t*>(blob.data());
+  };
+  const moepack::RouterTensors router{nullptr, reinterpret_cast<const float*>(gate.data())};
+  const moepack::ExpertTensors tensors{bytes_of(w13), bytes_of(w2), bytes13, bytes2};
+  if (status.ok())
+    status = moepack::quantized_moe_ffn(shape, routing, router, experts, tensors, x.data(),
+                                        moepack::DType::f32, out.data(), workspace,
+                                        moepack::serial());
+  if (!status.ok()) std::fputs(status.message(), stderr);
+  std::fwrite(out.data(), 1, out.size(), stdout);
+  return status.ok() ? 0 : 1;
 }
 """
 CONSUMER_CMAKE = """
@@ -140,15 +182,33 @@ def test_a_wheel_installs_without_a_compiler(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_core_builds_alone_and_is_found_by_cmake(tmp_path: Path) -> None:
-    build, prefix, consumer = (tmp_path / name for name in ("build", "prefix", "consumer"))
-    cmake = Path(sys.executable).with_name("cmake")
-    run(cmake, "-S", ROOT, "-B", build, "-G", "Unix Makefiles", f"-DCMAKE_INSTALL_PREFIX={prefix}")
-    run(cmake, "--build", build, "--parallel", "2")
-    run(cmake, "--install", build)
+def test_an_installed_core_runs_a_layer_in_a_project_of_its_own(tmp_path: Path) -> None:
+    prefix = install_moepack(tmp_path / "moepack")
+    assert not list(prefix.rglob("*executorch.*"))
+    consumer = tmp_path / "consumer"
     consumer.mkdir()
-    (consumer / "consumer.cpp").write_text(CONSUMER)
-    (consumer / "CMakeLists.txt").write_text(CONSUMER_CMAKE)
-    run(cmake, "-S", consumer, "-B", consumer / "build", f"-DCMAKE_PREFIX_PATH={prefix}")
-    run(cmake, "--build", consumer / "build")
-    assert run(consumer / "build/consumer").strip() == _core.active_isa()
+    (consumer / "consumer.cpp").write_text(CONSUMER, encoding="utf-8")
+    (consumer / "CMakeLists.txt").write_text(CONSUMER_CMAKE, encoding="utf-8")
+    configured_and_built(consumer, consumer / "build", f"-DCMAKE_PREFIX_PATH={prefix}")
+    block = made_block()
+    x = torch.randn(5, block.dim, generator=torch.Generator().manual_seed(0))
+    files = {"x": x, "gate": block.gate_weight, "w13": block.packed_w13, "w2": block.packed_w2}
+    for name, tensor in files.items():
+        tensor.numpy().tofile(tmp_path / name)
+    sizes = (5, block.dim, block.hidden_dim, block.num_experts, block.num_activated_experts)
+    done = subprocess.run(
+        [consumer / "build/consumer", *map(str, sizes)],
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    with torch.inference_mode():
+        assert done.stdout == block(x).numpy().tobytes()
+
+
+def made_block() -> QuantizedMoEFFN:
+    model = made_model("mixtral")
+    moepack.quantize_(model, "int4-g32")
+    (block,) = (module for module in model.modules() if isinstance(module, QuantizedMoEFFN))
+    return block
