@@ -3,6 +3,7 @@ every order of loading, never without being asked, and errors where upstream's o
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -19,8 +20,14 @@ from moepack.errors import UnsupportedError
 from moepack.reference import exact
 from moepack.reference.bound import activation_error_bound, logit_rounding
 from moepack.universal_blob import encode, read_universal
+from pages import DOCS
 
 ROUTE_SCALE = 2.5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _upstreams_operator() -> None:
+    import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,6 @@ class Program(nn.Module):
 
 
 def to_pte(case: Layer, path: Path) -> Path:
-    import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401
     from executorch.exir import to_edge
 
     count = torch.export.Dim("count", max=64)
@@ -142,8 +148,6 @@ def method_of(path: Path) -> Any:
 @pytest.mark.parametrize("score_func", ["sigmoid", "softmax"])
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 128), (8, 64)])
 def test_results_are_within_the_bound(bits: int, group: int, score_func: str) -> None:
-    import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401
-
     case = layer(bits, group, score_func)
     x = tokens(17, case.dim)
     theirs = case.call(x)
@@ -362,6 +366,15 @@ def _run(path: Path, order: str) -> Tensor:
     assert done.returncode == 0, done.stderr
     result: Tensor = torch.load(f"{path}.y")
     return result
+
+
+def test_the_page_runs_as_it_is_written() -> None:
+    page = (DOCS / "how-to" / "accelerate-upstream.md").read_text(encoding="utf-8")
+    found = re.search(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    code = f"{found[1]}\nassert not acceleration.is_on"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_our_own_operator_without_it_is_the_same_as_before() -> None:

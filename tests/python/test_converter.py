@@ -331,7 +331,7 @@ def test_an_exported_directory_there_and_back(tmp_path: Path) -> None:
 
 def test_exporting_in_torchaos_layout(tmp_path: Path) -> None:
     directory = made_programs.checkpoint("qwen3_moe")
-    options = {"linear": "float", "embedding": "float", "logits": "all"}
+    options: dict[str, Any] = {"linear": "float", "embedding": "float", "logits": "all"}
     moepack.export(directory, tmp_path / "out", layout="torchao", sqnr_floor=0.0, **options)
     assert torch.equal(all_logits(tmp_path / "out"), all_logits(made_programs.exported()))
 
