@@ -348,7 +348,8 @@ def test_weights_apart_are_the_same_program(tmp_path: Path) -> None:
     options: dict[str, Any] = {"linear": "float", "embedding": "float", "logits": "all"}
     export(checkpoint("qwen3_moe"), out, weights_file=True, **options)
     one_file = exported("qwen3_moe")
-    assert (out / WEIGHTS).stat().st_size > 10 * (out / PROGRAM).stat().st_size
+    moved = (one_file / PROGRAM).stat().st_size - (out / PROGRAM).stat().st_size
+    assert moved > 0.9 * (out / WEIGHTS).stat().st_size  # names and paddings are the rest
     ids = torch.arange(3, 20)
     apart, together = Program.load(out, verify=True), Program.load(one_file)
     assert torch.equal(apart.logits(ids), together.logits(ids))
