@@ -20,11 +20,18 @@ class Layers:
     `shape` is D, F, E, K. There are as many copies as `min_bytes` take, at least one.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int], found: Scheme, min_bytes: int) -> None:
-        self.shape, self.scheme = shape, found
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        found: Scheme,
+        min_bytes: int,
+        layout: str = "moepack",
+    ) -> None:
+        self.shape, self.scheme, self.layout = shape, found, layout
         d, f, e, _ = shape
-        w13 = [pack(_made(found, 2 * f, d, 2 * i), "gate_up") for i in range(min(_DISTINCT, e))]
-        w2 = [pack(_made(found, d, f, 2 * i + 1)) for i in range(min(_DISTINCT, e))]
+        distinct = range(min(_DISTINCT, e))
+        w13 = [pack(_made(found, 2 * f, d, 2 * i), "gate_up", layout) for i in distinct]
+        w2 = [pack(_made(found, d, f, 2 * i + 1), "plain", layout) for i in distinct]
         self.expert_bytes = w13[0].numel() + w2[0].numel()
         copies = max(1, -(-min_bytes // (e * self.expert_bytes)))
         self.copies = [(_stacked(w13, e), _stacked(w2, e)) for _ in range(copies)]
@@ -46,15 +53,16 @@ class Layers:
     def call(self, x: Tensor, ids: Tensor, weights: Tensor, copy: int) -> Tensor:
         w13, w2 = self.copies[copy]
         return ops.quantized_experts(
-            x, ids, weights, w13, w2, None, None, self.shape[1], self.scheme.name
+            x, ids, weights, w13, w2, None, None, self.shape[1], self.scheme.name, self.layout
         )
 
     def call_with_router(self, x: Tensor, copy: int) -> Tensor:
         w13, w2 = self.copies[copy]
         _, f, _, k = self.shape
         return ops.quantized_moe_ffn(
-            x, None, self.gate_weight, None, None, w13, w2, None, None, k, f, self.scheme.name
-        )
+            x, None, self.gate_weight, None, None, w13, w2, None, None, k, f, self.scheme.name,
+            self.layout,
+        )  # fmt: skip
 
     def check(self, isa: str | None) -> None:
         """An instruction set gives the scalar kernel's bits, and is left in use.
