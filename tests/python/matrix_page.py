@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import lowering_limits
+
 
 def runs(row: dict[str, Any]) -> bool:
     """Did ExecuTorch give what eager gives, at every position and for every new token?"""
@@ -32,9 +34,17 @@ def page(result: dict[str, Any]) -> str:
     fused = sum("fused" in row["router"] for row in rows)
     run = sum(runs(row) for row in rows)
     others = [f"- **{row['entry']}**: {row['in_the_way']}" for row in rows if not runs(row)]
-    tail = ["", REPRODUCTIONS.rstrip(), "", *others] if others else []
+    tail = ["", LIMITS.rstrip(), "", *_limits(), "What each attempt said:", "", *others]
     head = HEAD.format(packed=packed, fused=fused, run=run, total=len(rows), **result)
     return "\n".join([head.rstrip(), *map(_line, rows), *tail]) + "\n"
+
+
+def _limits() -> list[str]:
+    lines = []
+    for limit in lowering_limits.LIMITS:
+        lines += [f"**{', '.join(limit.entries)}**: {limit.why}", ""]
+        lines += ["```python", lowering_limits.lines_of(limit).rstrip(), "```", ""]
+    return lines
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -56,42 +66,31 @@ Generated from supported-models.json by `python tests/python/matrix.py`; do not 
 Every MoE family of transformers {transformers}, as a tiny random model: packed to int8-g32,
 exported, run in ExecuTorch {executorch} and compared with the packed model in eager PyTorch. Of
 {total} entries {packed} are packed, {fused} of them route inside the operator, and {run} run in
-ExecuTorch with the same argmax at every position.
+ExecuTorch with the same argmax at every position and, of causal language models, the same greedy
+tokens.
 
 - router: *fused* in the operator; *outside*: the model's own code routes and calls the packed
   experts.
-- program: *generate* is what `moepack export` writes, a decoder with a cache. *forward* is one pass
-  over a fixed input through transformers' own exporter, for what is no causal language model or
-  keeps something else than plain keys and values.
+- program: *generate* is what `moepack export` writes, a decoder with a cache: of keys and values
+  (also with attention windows, sinks and indexers, which the tiny models' texts go beyond), of
+  linear attention's and convolutions' states. *forward* is one pass over a fixed input through
+  transformers' own exporter, for what is no causal language model or keeps something else; texts
+  are continued by it with the rest of the input padded.
 - backend: *xnnpack* with portable kernels for the rest, or *portable* alone.
-- argmax, greedy: positions, and new tokens, that equal eager's, of how many.
-- difference: the largest of logits, relative to the largest logit.
+- argmax, greedy: positions, and new tokens, that equal eager's (of the packed model, without a
+  cache), of how many; no greedy tokens where it is no causal language model.
+- difference: the largest of logits, relative to the largest logit. A last bit that attention rounds
+  otherwise can flip an int8 code of an activation: hence 1e-3 at some.
 
 | entry | router | activation | program | backend | argmax | greedy | difference |
 |---|---|---|---|---|---|---|---|
 """
 
-REPRODUCTIONS = """\
+LIMITS = """\
 ## What is in the way of the others
 
 It is not the operators: all blocks but Doge's, whose experts are rows of two embeddings that
-product keys select, are packed and verified, and what stops is the model's own code around them.
-
-Complex numbers. ExecuTorch has no kernels for them, and rotary embeddings written with them do not
-load (`error: 0x14`, an operator is missing):
-
-    class Rotary(torch.nn.Module):
-        def forward(self, angles):
-            return torch.view_as_real(torch.polar(torch.ones_like(angles), angles))
-
-Branches on values. torch.export refuses code that asks how many elements a mask selects
-(`GuardOnDataDependentSymNode`), and ExecuTorch sizes that depend on values (`Could not extract
-specialized integer`): sparse attention's index, experts inside attention, experts that are called
-one by one:
-
-    class Selected(torch.nn.Module):
-        def forward(self, mask):
-            return mask.nonzero() if mask.nonzero().shape[0] // 2 > 0 else mask
-
-What each attempt said:
+product keys select, are packed and verified. What stops is the models' own code around them, in
+float as well: tests/python/lowering_limits.py has each reason in a few lines of torch, and
+test_lowering_limits.py runs these and the models as transformers builds them.
 """

@@ -9,11 +9,12 @@ import pytest
 
 import matrix
 import matrix_page
+import tiny_models
 
 RESULT: dict[str, Any] = json.loads(matrix.RESULT.read_text(encoding="utf-8"))
-# One of each way to run: fused and outside, both programs, every kind of experts.
+# One of each way to run: fused and outside, both programs, every kind of experts and of cache.
 SHOWN = (
-    "qwen3_moe",
+    "minimax",
     "deepseek_v3",
     "gpt_oss",
     "gemma4_text",
@@ -38,6 +39,14 @@ def test_most_entries_run_and_every_other_one_says_why_not() -> None:
     rows = RESULT["rows"]
     assert sum(matrix_page.runs(row) for row in rows) >= 70
     assert all(row["in_the_way"] for row in rows if not matrix_page.runs(row))
+
+
+def test_language_models_that_run_are_compared_token_by_token() -> None:
+    for row in RESULT["rows"]:
+        if matrix_page.runs(row):
+            model = tiny_models.build(row["entry"], device="meta")
+            is_compared = bool(row["greedy"])
+            assert is_compared == matrix._is_language_model(row["entry"], model), row["entry"]
 
 
 def test_a_row_that_differs_from_eager_is_not_counted() -> None:
