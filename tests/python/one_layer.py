@@ -15,7 +15,10 @@ from moepack.exporter.lowering import write_program
 from moepack.modules import QuantizedMoEFFN
 
 VOCAB, CONTEXT = 320, 64
-CONSTANTS = {"get_max_seq_len": CONTEXT, "get_vocab_size": VOCAB, "get_eos_ids": [VOCAB - 1]}
+# No token ends the text.
+CONSTANTS = {"get_max_seq_len": CONTEXT, "get_vocab_size": VOCAB, "get_eos_ids": [VOCAB]}
+BYTES = 57_000_000  # of its packed experts, at least
+PROMPT = [5, 300, 7]
 
 
 class OneLayer(nn.Module):
@@ -44,7 +47,7 @@ class OneLayer(nn.Module):
 
 @cache
 def one_layer() -> OneLayer:
-    """57 MB of packed experts, four different ones."""
+    """32 packed experts, four different ones."""
     model = made_model("mixtral", hidden_size=512, intermediate_size=2048)
     moepack.quantize_(model)
     (block,) = (module for module in model.modules() if isinstance(module, QuantizedMoEFFN))
@@ -56,7 +59,7 @@ def one_layer() -> OneLayer:
 
 
 @cache
-def one_layer_program(tokens: int, *, apart: bool = False) -> tuple[str | Path, ...]:
+def one_layer_program(tokens: int, apart: bool) -> tuple[str | Path, ...]:
     """The arguments that name a program which takes up to `tokens` at once."""
     folder = scratch() / f"one_layer_{tokens}_{apart}"
     folder.mkdir()

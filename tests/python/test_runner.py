@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 import moepack
+import one_layer as made
 import pages
 from cmake_builds import ROOT, build_runner, install_moepack, jobs, wheel
 from moepack.exporter import export
 from moepack.exporter.lowering import write_program
 from moepack.runtime import Generation, Program
 from moepack.tokenizer import Tokenizer
-from one_layer import CONSTANTS, CONTEXT, OneLayer, damaged, one_layer, one_layer_program
+from one_layer import CONTEXT, OneLayer, damaged, one_layer, one_layer_program
 
 DEMO = Path(moepack.__file__).parent / "demo/model"
 PAGE = pages.DOCS / "how-to/integrate-cpp.md"
@@ -80,22 +81,21 @@ def test_the_same_tokens_as_in_python(runner: Path, program: Path) -> None:
 
 @pytest.mark.parametrize(("tokens", "apart"), [(1, False), (2, False), (CONTEXT, True)])
 def test_prompts_are_fed_as_the_program_takes_them(runner: Path, tokens: int, apart: bool) -> None:
-    files = one_layer_program(tokens, apart=apart)
-    prompt = [5, 300, 7]
-    done = call(runner, *files, "--max-new-tokens", "12", ids=prompt)
-    assert written(done) == one_layer().greedy(prompt, 12)
+    files = one_layer_program(tokens, apart)
+    done = call(runner, *files, "--max-new-tokens", "12", ids=made.PROMPT)
+    assert written(done) == one_layer().greedy(made.PROMPT, 12)
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_verify_reads_every_checksum(runner: Path, tmp_path: Path, apart: bool) -> None:
-    files = one_layer_program(CONTEXT, apart=apart)
+    files = one_layer_program(CONTEXT, apart)
     few = ("--max-new-tokens", "2")
-    done = call(runner, *files, *few, "--verify")
+    done = call(runner, *files, *few, "--verify", ids=made.PROMPT)
     assert "verified: 64 packed matrices" in done.stderr
     broken = damaged(Path(files[-1]), tmp_path / "damaged")
     files = (*files[:-1], broken)
-    assert call(runner, *files, *few).returncode == 0
-    done = call(runner, *files, *few, "--verify")
+    assert call(runner, *files, *few, ids=made.PROMPT).returncode == 0
+    done = call(runner, *files, *few, "--verify", ids=made.PROMPT)
     assert done.returncode == 1
     assert done.stdout == ""
     assert "of expert 1: the payload's checksum is" in done.stderr
@@ -109,9 +109,9 @@ def test_verify_needs_something_to_verify(runner: Path, tmp_path: Path) -> None:
 
     path = tmp_path / "dense.pte"
     example = (torch.zeros(1, 1, dtype=torch.long), torch.arange(1))
-    write_program(Dense(one_layer().block), example, None, CONSTANTS, path)
-    assert call(runner, path, "--max-new-tokens", "2").returncode == 0
-    done = call(runner, path, "--verify")
+    write_program(Dense(one_layer().block), example, None, made.CONSTANTS, path)
+    assert call(runner, path, "--max-new-tokens", "2", ids=made.PROMPT).returncode == 0
+    done = call(runner, path, "--verify", ids=made.PROMPT)
     assert done.returncode == 1
     assert "nothing to verify" in done.stderr
 
@@ -140,19 +140,18 @@ def most_anonymous_bytes(runner: Path, *arguments: str | Path) -> int:
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_mapped_weights_take_no_memory(runner: Path, apart: bool) -> None:
-    files = one_layer_program(CONTEXT, apart=apart)
-    weights = 57 << 20
-    assert Path(files[-1]).stat().st_size > weights
-    assert most_anonymous_bytes(runner, *files) < weights / 2
+    files = one_layer_program(CONTEXT, apart)
+    assert Path(files[-1]).stat().st_size > made.BYTES
+    assert most_anonymous_bytes(runner, *files) < made.BYTES / 2
     # The measurement sees a copy where there is one.
-    assert most_anonymous_bytes(runner, *files, "--huge-pages") > weights
+    assert most_anonymous_bytes(runner, *files, "--huge-pages") > made.BYTES
 
 
 def test_huge_pages_are_used(runner: Path) -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.is_file() or "[never]" in setting.read_text():
         pytest.skip("this system has no transparent huge pages")
-    done = call(runner, *one_layer_program(CONTEXT), "--huge-pages", ids=[1])
+    done = call(runner, *one_layer_program(CONTEXT, False), "--huge-pages", ids=[1])
     assert done.returncode == 0, done.stderr
     (found,) = (line.split()[-2] for line in done.stderr.splitlines() if "on huge pages" in line)
     assert int(found) >= 40
@@ -169,7 +168,7 @@ def test_without_a_tokenizer_library_text_is_refused(runner: Path, program: Path
     "MOEPACK_TOKENIZERS" not in os.environ,
     reason="MOEPACK_TOKENIZERS names no prefix where meta-pytorch/tokenizers is installed",
 )
-def test_text_with_the_tokenizer_library(prefix: Path, program: Path, tmp_path: Path) -> None:
+def test_text_with_the_tokenizer_library(folder: Path, program: Path, tmp_path: Path) -> None:
     text = build_runner(
         tmp_path / "runner", folder / "prefix", wheel(), os.environ["MOEPACK_TOKENIZERS"]
     )
@@ -276,6 +275,6 @@ def test_a_source_build_of_executorch_serves_too(tmp_path: Path) -> None:
     prefix = install_moepack(tmp_path / "moepack", *options)
     assert (prefix / "lib/libmoepack_executorch.a").is_file()
     runner = build_runner(tmp_path / "runner", prefix, source_build)
-    files = one_layer_program(CONTEXT)
-    done = call(runner, *files, "--max-new-tokens", "6", "--verify", ids=[5, 300, 7])
-    assert written(done) == one_layer().greedy([5, 300, 7], 6)
+    files = one_layer_program(CONTEXT, False)
+    done = call(runner, *files, "--max-new-tokens", "6", "--verify", ids=made.PROMPT)
+    assert written(done) == one_layer().greedy(made.PROMPT, 6)
