@@ -74,7 +74,7 @@ test-sanitizers: build/address/build.ninja build/thread/build.ninja
 	$(BIN)/cmake --build build/thread --parallel $(JOBS) --target $(THREADED) -- --quiet
 	for test in $(THREADED); do $(FIXED_ADDRESSES) build/thread/tests/cpp/$$test --gtest_brief=1 || exit; done
 
-# The same inputs each time; another FUZZ_SEED gives others. Seconds are per target, of which there are seven.
+# The same inputs each time; another FUZZ_SEED gives others. Seconds are per target, of which there are eight.
 FUZZ_SECONDS ?= 8
 FUZZ_SEED ?= 1
 FUZZ = --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)

@@ -36,9 +36,11 @@ import moepack
 from damage import damaged
 from moepack import checkpoint, packing, universal_blob
 from moepack.errors import MoePackError
+from moepack.exporter import export
 from moepack.inspection import inspect
-from moepack.manifest import PROGRAM, Manifest
+from moepack.manifest import PROGRAM, WEIGHTS, Manifest
 from moepack.quantizer import quantize
+from moepack.schemes import SCHEMES
 from moepack.tokenizer import Tokenizer
 
 
@@ -68,6 +70,10 @@ def make_program(directory: Path) -> None:
     shutil.copytree(made_programs.exported(), directory, dirs_exist_ok=True)
 
 
+def make_program_and_weights(directory: Path) -> None:
+    export(made_programs.checkpoint("mixtral"), directory, weights_file=True, force=True)
+
+
 def read_program(directory: Path, draw: random.Random) -> None:
     inspect(draw.choice((directory, directory / PROGRAM)), verify=draw.random() < 0.3)
     Manifest.read(directory)
@@ -93,12 +99,13 @@ def read_checkpoint(directory: Path, draw: random.Random) -> None:
 
 
 def make_blobs(directory: Path) -> None:
-    for number, (name, order) in enumerate((("int4-g32", "gate_up"), ("int8-g64", "plain"))):
-        matrix = quantize(torch.randn(32, 128), name)
-        blob = packing.pack(matrix, "gate_up" if order == "gate_up" else "plain")
-        (directory / f"{number}.blob").write_bytes(blob.numpy().tobytes())
-        universal = universal_blob.pack_universal(matrix)
-        (directory / f"{number}.universal").write_bytes(universal.numpy().tobytes())
+    for name, scheme in SCHEMES.items():
+        matrix = quantize(torch.randn(32, 128), scheme)
+        blob = packing.pack(matrix, "gate_up" if scheme.group == 32 else "plain")
+        (directory / f"{name}.blob").write_bytes(blob.numpy().tobytes())
+        if scheme.is_integer:
+            universal = universal_blob.pack_universal(matrix)
+            (directory / f"{name}.universal").write_bytes(universal.numpy().tobytes())
 
 
 def read_blobs(directory: Path, draw: random.Random) -> None:
@@ -106,8 +113,7 @@ def read_blobs(directory: Path, draw: random.Random) -> None:
         inspect(path, verify=True)
         packing.unpack(_bytes(path))
     for path in sorted(directory.glob("*.universal")):
-        own = 32 if path.stem == "0" else 64
-        shape = [32, 128, own]
+        shape = [32, 128, SCHEMES[path.stem].group]
         if draw.random() < 0.2:
             shape[draw.randrange(3)] = draw.choice((-1, 0, 16, 128, 1 << 40))
         universal_blob.unpack_universal(_bytes(path), *shape)
@@ -155,6 +161,13 @@ def read_natively(directory: Path, draw: random.Random) -> None:
     _native_load()(directory)
 
 
+def read_weights(directory: Path, draw: random.Random) -> None:
+    if draw.choice((True, False)):
+        read_natively(directory, draw)
+    else:
+        inspect(draw.choice((directory, directory / WEIGHTS)), verify=draw.random() < 0.3)
+
+
 def _serve_loads(connection: Connection) -> None:
     from moepack.runtime import Program
 
@@ -176,6 +189,7 @@ TARGETS = {
     "tokenizer": Target(make_program, read_tokenizer, "*token*"),
     "checkpoint": Target(make_packed_checkpoint, read_checkpoint),
     "load": Target(make_program, read_natively),
+    "weights": Target(make_program_and_weights, read_weights, "model.pt*"),
 }
 
 
