@@ -1,19 +1,26 @@
-"""Weights that a checkpoint stores in e2m1 or e4m3: kept bit for bit, not quantized again."""
+"""Weights that a checkpoint stores in e2m1 or e4m3: kept bit for bit, not quantized again.
+
+`kept_*` take codes and scales. `recovered` takes what they were decoded to, and the scale of each
+value: it finds the codes again whatever was done to both alike (transposed, joined, cut).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moepack.errors import BadWeights, UnsupportedError
-from moepack.quantizer import QuantizedMatrix
-from moepack.schemes import scheme
+from moepack.quantizer import QuantizedMatrix, code_values
+from moepack.schemes import Scheme, scheme
 
 _E8M0_BIAS, _E8M0_NAN = 127, 255
+_E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_WINDOW = 1 << 17
 
 
 def kept_mxfp4(codes: Tensor, scales: Tensor, where: str = "weight") -> QuantizedMatrix:
-    """codes uint8 [N, K], one e2m1 code 0 .. 15 each, and e8m0 scales uint8 [N, K / 32].
+    """codes uint8 [N, K], one e2m1 code 0 .. 15 each, and e8m0 scales uint8 [N, ceil(K / 32)].
 
     Raises BadWeights, naming `where`, on a NaN among the scales, and on scales that span all of
     e8m0: a blob's byte 0 stands for 0, so 2^-127 has to move into the exponent.
@@ -22,7 +29,8 @@ def kept_mxfp4(codes: Tensor, scales: Tensor, where: str = "weight") -> Quantize
     nan = (scales == _E8M0_NAN).nonzero()
     if len(nan):
         raise BadWeights(f"{where}: the scale of row {nan[0][0]}, group {nan[0][1]} is NaN")
-    used = (codes.view(*scales.shape, found.group) & 7).ne(0).any(dim=2)
+    padded = pad(codes, (0, -codes.shape[1] % found.group))
+    used = (padded.view(*scales.shape, found.group) & 7).ne(0).any(dim=2)
     exponent = 0
     if bool((used & (scales == 0)).any()):
         if bool((used & (scales == 2 * _E8M0_BIAS)).any()):
@@ -63,3 +71,46 @@ def kept_fp8(
     by_row = exact.repeat_interleave(block[0], dim=0)[:rows]
     first_columns = torch.arange(found.groups(cols)) * found.group
     return QuantizedMatrix(found, codes, by_row[:, first_columns // block[1]].contiguous(), 0)
+
+
+def recovered(weight: Tensor, scales: Tensor, found: Scheme) -> QuantizedMatrix | None:
+    """weight fp32 [N, K], each value code * scale rounded once, scales fp32 [N, K].
+
+    The matrix of `found`, mxfp4 or fp8-b128, whose weights are exactly these; None if there is
+    none: another format, or scales that differ within a group of columns.
+    """
+    rows, cols = weight.shape
+    codes = torch.empty(rows, cols, dtype=torch.int8)
+    by_group = torch.empty(rows, found.groups(cols))
+    step = max(1, _WINDOW // cols)  # rows that stay in a core's cache
+    for window in (slice(first, first + step) for first in range(0, rows, step)):
+        values, factors = weight[window], scales[window]
+        by_group[window] = factors[:, :: found.group]
+        spread = by_group[window].repeat_interleave(found.group, dim=1)[:, :cols]
+        codes[window] = _codes(values / factors, found)
+        made = code_values(found, codes[window]) * factors
+        if not (torch.equal(spread, factors) and torch.equal(made, values)):
+            return None
+    if found.cell == "fp8":
+        return QuantizedMatrix(found, codes, by_group, 0)
+    return _with_e8m0(codes, by_group)
+
+
+def _codes(units: Tensor, found: Scheme) -> Tensor:
+    """The codes int8 of values that codes stand for; any code where there is none."""
+    units = units.nan_to_num(nan=0.0).contiguous()  # 0 / 0, by a scale of 0
+    if found.cell == "fp8":
+        return units.to(torch.float8_e4m3fn).view(torch.int8)
+    magnitudes = torch.bucketize(units.abs().clamp(max=6.0), _E2M1_VALUES, out_int32=True)
+    return magnitudes.to(torch.int8) | units.signbit().to(torch.int8) << 3
+
+
+def _with_e8m0(codes: Tensor, scales: Tensor) -> QuantizedMatrix | None:
+    mantissas, exponents = torch.frexp(scales)
+    stored = exponents - 1 + _E8M0_BIAS
+    if not bool(((mantissas == 0.5) & (stored >= 0)).all()):
+        return None
+    try:
+        return kept_mxfp4(codes.view(torch.uint8), stored.to(torch.uint8))
+    except BadWeights:  # scales that no blob can hold
+        return None

@@ -67,6 +67,14 @@ def fp8_scaled(name: str, weight: Tensor, dims: tuple[int, ...], suffix: str) ->
     return {name: values, f"{name}{suffix}": stored}, exact
 
 
+ENCODERS: dict[str, Callable[[str, Tensor], Stored]] = {
+    "block": fp8_block,
+    "ue8m0": lambda n, w: fp8_block(n, w, ue8m0=True),
+    "per tensor": lambda n, w: fp8_scaled(n, w, tuple(range(w.dim())), "_scale_inv"),
+    "per channel": lambda n, w: fp8_scaled(n, w, (-1,), "_scale"),
+}
+
+
 def mxfp4(name: str, stack: Tensor) -> Stored:
     """A stack [E, in, out] as blocks [E, out, in / 32, 16] and scales, as gpt-oss ships them."""
     groups = stack.transpose(1, 2).unflatten(-1, (-1, 32)).double()

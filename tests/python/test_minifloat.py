@@ -10,8 +10,9 @@ from torch import Tensor
 
 from moepack import packing
 from moepack.errors import BadWeights, UnsupportedError
-from moepack.minifloat import kept_fp8, kept_mxfp4
-from moepack.quantizer import QuantizedMatrix, quantize
+from moepack.minifloat import kept_fp8, kept_mxfp4, recovered
+from moepack.quantizer import QuantizedMatrix, code_values, quantize
+from moepack.schemes import scheme
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 
@@ -153,3 +154,67 @@ def test_fp8_that_no_blob_can_hold_is_named() -> None:
         kept_fp8(bad.to(torch.float8_e4m3fn), torch.ones(2, 2), (128, 128))
     with pytest.raises(BadWeights, match="scale of row block 1, column block 0 is inf"):
         kept_fp8(weight, torch.tensor([[1.0, 1.0], [math.inf, 1.0]]), (128, 128))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 300), st.integers(0, 2**30))
+def test_fp8_codes_are_found_again(rows: int, cols: int, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-128, 128, (rows, cols), generator=random, dtype=torch.int8)
+    codes[(codes & 0x7F) == 0x7F] = -128  # no NaN; zeros of both signs stay
+    by_group = (torch.randn(rows, -(-cols // 128), generator=random) * 20).exp2()
+    scales = by_group.repeat_interleave(128, 1)[:, :cols]
+    weight = code_values(scheme("fp8-b128"), codes) * scales
+    matrix = recovered(weight, scales, scheme("fp8-b128"))
+    assert matrix is not None
+    assert torch.equal(matrix.codes, codes)
+    assert torch.equal(matrix.scales, by_group)
+    assert torch.equal(matrix.dequantize(), weight)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 100), st.integers(-127, 122), st.integers(0, 2**30))
+def test_mxfp4_codes_are_found_again(rows: int, cols: int, power: int, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (rows, cols), generator=random, dtype=torch.int8)
+    shift = torch.randint(0, 4, (rows, -(-cols // 32)), generator=random)
+    by_group = torch.ldexp(torch.ones(shift.shape), shift + power)
+    scales = by_group.repeat_interleave(32, 1)[:, :cols]
+    weight = code_values(scheme("mxfp4"), codes) * scales
+    matrix = recovered(weight, scales, scheme("mxfp4"))
+    assert matrix is not None
+    assert torch.equal(matrix.codes, codes)
+    assert torch.equal(matrix.dequantize(), weight)
+    assert torch.equal(packing.unpack(packing.pack(matrix)).dequantize(), weight)
+
+
+def test_what_is_in_another_format_is_not_found() -> None:
+    weight, one = random_matrix(4, 256, 0, 7), torch.ones(4, 256)
+    fp8, mxfp4 = scheme("fp8-b128"), scheme("mxfp4")
+    assert recovered(weight, one, fp8) is None
+    assert recovered(weight, one, mxfp4) is None
+    assert recovered(one, one, mxfp4) is not None
+    changed = one.clone()
+    changed[2, 200] = 2.0  # within a group
+    assert recovered(changed, changed, fp8) is None
+    for bad in (math.nan, math.inf, 0.0, 2.0**-140, 3.0):
+        scales = torch.full((4, 256), bad)
+        assert recovered(scales * 6, scales, mxfp4) is None
+    assert recovered(torch.full((4, 256), math.nan), one, fp8) is None
+    assert recovered(one * 512, one, fp8) is None
+    assert recovered(one, one * 0, fp8) is None
+
+
+def test_a_scale_of_zero_is_found_again() -> None:
+    scales = torch.ones(2, 256)
+    scales[1, 128:] = 0.0
+    matrix = recovered(3 * scales, scales, scheme("fp8-b128"))
+    assert matrix is not None
+    assert torch.equal(matrix.scales, torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
+    assert torch.equal(matrix.dequantize(), 3 * scales)
+
+
+def test_mxfp4_scales_that_no_blob_can_hold_are_not_found() -> None:
+    scales = torch.full((2, 32), 2.0**-127)
+    scales[1] = 2.0**127
+    assert recovered(scales, scales, scheme("mxfp4")) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from torch import Tensor
 import tiny_models
 from made_checkpoints import (
     E2M1,
+    ENCODERS,
     Stored,
     copied,
     encoded,
     fp8_block,
-    fp8_scaled,
     mxfp4,
     saved,
     stored_tensors,
@@ -29,13 +28,6 @@ from moepack.online.decoding import FP8, decode_mxfp4, decode_scaled
 from moepack.online.loading import fill, meta_model
 from moepack.online.sources import Pieces
 from moepack.online.stored import Decoder, StoredTensor
-
-ENCODERS: dict[str, Callable[[str, Tensor], Stored]] = {
-    "block": fp8_block,
-    "ue8m0": lambda n, w: fp8_block(n, w, ue8m0=True),
-    "per tensor": lambda n, w: fp8_scaled(n, w, tuple(range(w.dim())), "_scale_inv"),
-    "per channel": lambda n, w: fp8_scaled(n, w, (-1,), "_scale"),
-}
 
 
 def random_weight(*shape: int) -> Tensor:

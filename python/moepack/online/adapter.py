@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from moepack.families import FoundBlock, find_blocks
-from moepack.online.blocks import OnlineBlock, with_tensors
+from moepack.online.blocks import OnlineBlock
+from moepack.online.rooms import with_tensors
 from moepack.verification import AdapterCheck, check_adapter
 
 # Checking reads an expert in fp32, twice: of larger blocks a part, or it would take as long as

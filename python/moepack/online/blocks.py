@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from moepack import huge_pages, packing
 from moepack.errors import BadWeights
-from moepack.families import BlockSpec, ExpertsSpec, FoundBlock, find_blocks
+from moepack.families import BlockSpec, ExpertsSpec, FoundBlock
 from moepack.modules import PackedExperts
-from moepack.online.methods import OnlineMethod, pack_into
+from moepack.online.methods import OnlineMethod, Packed, pack_into
+from moepack.online.rooms import Slot, spec_of
 from moepack.online.unit import Unit
 from moepack.placement import PackedTensors, build, placed, stacked_biases
 from moepack.planner import BlockPlan
@@ -51,11 +52,12 @@ class OnlineBlock:
         self.path = found.path
         self.needs = _needs(found.module, self.spec, decision)
         self.stacks = _stacks(found.module, self.spec, self.needs)
-        self.worst_db = float("inf")
+        self.worst_db = float("inf")  # of the matrices that were quantized
+        self.kept = 0  # matrices
         self._allocate, self._floor_db, self._threads = allocate, floor_db, threads
         self._packed: tuple[Tensor, Tensor] | None = None
         self.done: set[int] = set()
-        self._slots: queue.SimpleQueue[_Slot] | None = None
+        self._slots: queue.SimpleQueue[Slot] | None = None
 
     @property
     def where(self) -> str:
@@ -103,8 +105,8 @@ class OnlineBlock:
             self.stacks or self.needs <= values.keys()
         )
         if len(self.done) < self.spec.experts.num_experts and (has_all or not partial):
-            self._convert_all(_spec_of(self.found.module).packed_experts(self._is_fused))
-        spec = _spec_of(self.found.module)
+            self._convert_all(spec_of(self.found.module).packed_experts(self._is_fused))
+        spec = spec_of(self.found.module)
         self.spec = spec
         biases = stacked_biases(spec.packed_experts(self._is_fused))
         packed = PackedTensors(*self._results(), *biases)
@@ -152,14 +154,18 @@ class OnlineBlock:
         if self._slots is None:
             self._slots = queue.SimpleQueue()
             for _ in range(self._threads):
-                self._slots.put(_Slot(block, self.stacks, self._is_fused))
+                self._slots.put(Slot(block, self.stacks, self._is_fused))
 
-        def convert(expert: int) -> float:
+        def convert(expert: int) -> list[Packed]:
             assert self._slots is not None
             slot = self._slots.get()
             try:
-                slot.hold(stacks, expert)
-                return self._convert(slot.experts, expert)
+                values = slot.values.hold(stacks, expert)
+                has_scales = self.method.may_keep and all(
+                    unit.has_scales(expert) for unit in stacks.values()
+                )
+                scales = slot.scales.hold(stacks, expert, scales=True) if has_scales else None
+                return self._convert(values, expert, scales)
             finally:
                 self._slots.put(slot)
 
@@ -172,7 +178,7 @@ class OnlineBlock:
         todo = [e for e in range(experts.num_experts) if e not in self.done]
         self._note(todo, lambda expert: self._convert(experts, expert))
 
-    def _note(self, experts: Iterable[int], convert: Callable[[int], float]) -> None:
+    def _note(self, experts: Iterable[int], convert: Callable[[int], list[Packed]]) -> None:
         """Runs the conversions; experts stay undone if one of them fails."""
         self._results()
         chosen = list(experts)
@@ -182,7 +188,9 @@ class OnlineBlock:
             else:
                 with ThreadPoolExecutor(self._threads) as pool:
                     found = list(pool.map(convert, chosen))
-        self.worst_db = min(self.worst_db, *found)
+        matrices = [matrix for pair in found for matrix in pair]
+        self.worst_db = min(self.worst_db, *(m.sqnr_db for m in matrices))
+        self.kept += sum(m.is_kept for m in matrices)
         self.done.update(chosen)
 
     def _sizes(self) -> dict[str, tuple[int, int]]:
@@ -204,75 +212,28 @@ class OnlineBlock:
         return self._packed
 
     @torch.no_grad()
-    def _convert(self, experts: ExpertsSpec, expert: int) -> float:
+    def _convert(
+        self, experts: ExpertsSpec, expert: int, scales: ExpertsSpec | None = None
+    ) -> list[Packed]:
         w13, w2 = self._results()
         order = experts.attributes.row_order13
         pairs = (
-            ("w13", w13[expert], experts.w13(expert), order),
-            ("w2", w2[expert], experts.w2(expert), "plain"),
+            ("w13", w13[expert], ExpertsSpec.w13, order),
+            ("w2", w2[expert], ExpertsSpec.w2, "plain"),
         )
-        return min(
+        return [
             pack_into(
                 destination,
                 self.method,
-                weight,
+                read(experts, expert),
                 row_order,  # type: ignore[arg-type]
                 f"{self.where} expert {expert} {name}",
                 self._floor_db,
                 self.decision.layout,
+                None if scales is None else read(scales, expert),
             )
-            for name, destination, weight, row_order in pairs
-        )
-
-
-class _Slot:
-    """Room for one expert's float matrices: stacks of which every entry is the same memory.
-
-    The family reads any expert from them as from a full stack, whatever its layout.
-    """
-
-    def __init__(self, block: nn.Module, stacks: Mapping[str, Tensor], is_fused: bool) -> None:
-        self._block, self._stacks, self._is_fused = block, stacks, is_fused
-        self._room: dict[str, Tensor] = {}
-        self.experts: ExpertsSpec
-
-    def hold(self, units: Mapping[str, Unit], expert: int) -> None:
-        dtypes = {name: unit.part_dtype(expert) for name, unit in units.items()}
-        if dtypes != {name: room.dtype for name, room in self._room.items()}:
-            self._room = {
-                n: torch.empty(1, *unit.shape[1:], dtype=dtypes[n]) for n, unit in units.items()
-            }
-            expanded = {n: r.expand(self._stacks[n].shape) for n, r in self._room.items()}
-            view = with_tensors(self._block, expanded)
-            self.experts = _spec_of(view).packed_experts(self._is_fused)
-        for name, unit in units.items():
-            unit.fill(expert, self._room[name])
-
-
-def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of the module that has these parameters (names may be nested) and shares the rest."""
-    view = copy.copy(module)
-    view._parameters, view._buffers = dict(module._parameters), dict(module._buffers)
-    view._modules = dict(module._modules)
-    below: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        head, _, rest = name.partition(".")
-        if rest:
-            below.setdefault(head, {})[rest] = tensor
-        elif head in view._buffers:
-            view._buffers[head] = tensor
-        else:
-            view._parameters[head] = nn.Parameter(tensor, requires_grad=False)
-    for head, inner in below.items():
-        view._modules[head] = with_tensors(module.get_submodule(head), inner)
-    return view
-
-
-def _spec_of(block: nn.Module) -> BlockSpec:
-    """The neutral form of a block as it is now."""
-    spec = find_blocks(block)[0].spec
-    assert spec is not None  # it was read before, from the same structure
-    return spec
+            for name, destination, read, row_order in pairs
+        ]
 
 
 def _needs(block: nn.Module, spec: BlockSpec, decision: BlockPlan) -> frozenset[str]:
@@ -317,4 +278,4 @@ def _check_finite(where: str, values: Tensor) -> None:
     )
 
 
-__all__ = ["Allocate", "OnlineBlock", "in_memory", "with_tensors"]
+__all__ = ["Allocate", "OnlineBlock", "in_memory"]

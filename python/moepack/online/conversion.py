@@ -7,6 +7,7 @@ the files that are finished. All other tensors are copied byte for byte, under t
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ INDEX = "model.safetensors.index.json"
 _STATE = "moepack-progress.json"
 _COPIED = ("generation_config.json", *TOKENIZER_FILES)
 _FLOAT_COPIES = 4  # an expert's matrices as read, in room, in fp32, and while they are searched
+_SCALE_COPIES = 2  # the scale of each value, as read and in room, where they may be kept
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,16 @@ class ConvertedBlock:
     router: str
     bytes: int
     worst_weight_db: float | None
+    matrices: int
+    kept: int | None
 
 
 @dataclass
 class Converted:
-    """`worst_weight_db` compares each matrix with its own weights; None for resumed blocks.
+    """`worst_weight_db` compares each matrix with its own weights; None without noise.
 
+    `kept` are the `matrices` that the source stored in their format already, taken bit for bit.
+    Both are None for resumed blocks.
     `adapter_checks`: of the blocks that stand for their class and shape, by path.
     `peak_anonymous_bytes` is above what the process had when it began.
     """
@@ -71,7 +77,6 @@ class Converted:
         return asdict(self) | {"directory": str(self.directory)}
 
     def __str__(self) -> str:
-        worst = [b.worst_weight_db for b in self.blocks if b.worst_weight_db is not None]
         resumed = f", {self.resumed} of them before an interruption" if self.resumed else ""
         checked = ", ".join(
             f"{path} ({check.experts} experts)" for path, check in self.adapter_checks.items()
@@ -80,9 +85,21 @@ class Converted:
             f"{self.directory}: {len(self.blocks)} blocks packed{resumed}, {self.bytes_packed:,} "
             f"bytes; {self.bytes_copied:,} bytes copied as they were\n"
             f"block classes compared with their own code: {checked}\n"
-            f"worst matrix {min(worst, default=float('nan')):.1f} dB SQNR of its weights; peak of "
+            f"{self._weights()}; peak of "
             f"{self.peak_anonymous_bytes:,} bytes of anonymous memory; {self.seconds:.1f} s"
         )
+
+    def _weights(self) -> str:
+        """What is known of the blocks that this run packed."""
+        packed = [block for block in self.blocks if block.kept is not None]
+        worst = [b.worst_weight_db for b in packed if b.worst_weight_db is not None]
+        kept, total = sum(b.kept or 0 for b in packed), sum(b.matrices for b in packed)
+        said = [f"{kept:,} of {total:,} matrices kept as stored"] if kept else []
+        if worst:
+            said.append(f"worst matrix {min(worst):.1f} dB SQNR of its weights")
+        elif kept < total:
+            said.append("quantized without noise")
+        return "; ".join(said) or "all blocks were packed before"
 
 
 def quantize_checkpoint(
@@ -145,14 +162,14 @@ class _Work:
         self._require_room()
         todo = [block for block in self.blocks if not self._file_of(block).is_file()]
         done.resumed = len(self.blocks) - len(todo)
-        worst: dict[str, float] = {}
+        packed: set[str] = set()
 
         def apply(filled: Filled) -> None:
             for block, new in filled.packed:
                 self._write(block, new)
-                worst[block.path] = block.worst_db
+                packed.add(block.path)
                 if progress is not None:
-                    progress(f"packing {block.where}", done.resumed + len(worst), total)
+                    progress(f"packing {block.where}", done.resumed + len(packed), total)
 
         total = len(self.blocks)
         wanted = frozenset().union(*(self.consumed[block.path] for block in todo))
@@ -166,15 +183,7 @@ class _Work:
         for block in self.blocks:
             size = self._file_of(block).stat().st_size
             done.bytes_packed += size
-            done.blocks.append(
-                ConvertedBlock(
-                    block.path,
-                    block.decision.scheme,
-                    block.decision.router,
-                    size,
-                    worst.get(block.path),
-                )
-            )
+            done.blocks.append(_described(block, size, is_new=block.path in packed))
         return done
 
     def remove_if_useless(self) -> bool:
@@ -228,7 +237,8 @@ class _Work:
             (b.spec.experts.model_dim * b.spec.experts.inner_dim * 3 * 4 for b in self.blocks),
             default=0,
         )
-        memory, available = _FLOAT_COPIES * self.settings.workers * expert, available_bytes()
+        copies = _FLOAT_COPIES + _SCALE_COPIES * any(b.method.may_keep for b in self.blocks)
+        memory, available = copies * self.settings.workers * expert, available_bytes()
         if 0 < available < memory:
             raise MoePackError(
                 f"about {memory:,} bytes of memory are needed for {self.settings.workers} experts "
@@ -322,6 +332,18 @@ def _consumed(
         if target is not None and target.name in homes:
             found[homes[target.name]].add(name)
     return {path: frozenset(names) for path, names in found.items()}
+
+
+def _described(block: OnlineBlock, size: int, *, is_new: bool) -> ConvertedBlock:
+    return ConvertedBlock(
+        block.path,
+        block.decision.scheme,
+        block.decision.router,
+        size,
+        block.worst_db if is_new and math.isfinite(block.worst_db) else None,
+        2 * block.spec.experts.num_experts,
+        block.kept if is_new else None,
+    )
 
 
 def _own_buffers(module: PackedExperts) -> dict[str, Tensor]:

@@ -67,12 +67,15 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
 class Loaded:
     """`model` is the root; `worst_db` by block path is the worst matrix's SQNR of weights.
 
+    `kept`: by block path, how many matrices a checkpoint stored in their format already: their
+    codes and scales are the stored ones, and no noise is counted for them.
     `adapter_checks`: of the blocks that stand for their class and shape, by path.
     """
 
     model: nn.Module
     plan: Plan
     worst_db: dict[str, float] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
     adapter_checks: dict[str, AdapterCheck] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
 
@@ -88,11 +91,12 @@ def load(
 ) -> Loaded:
     """Builds the model of a checkpoint directory, packing its experts as they are read.
 
-    Peak anonymous memory is the result and about one layer. FP8 and MXFP4 weights are dequantized
-    exactly before they are packed. `load_format="dummy"` reads config.json alone and draws random
-    weights. Stored tensors that the model has no place for are an error, or `Loaded.unexpected` if
-    they are allowed. Raises NoMoEBlock, UnsupportedError, BadWeights (names, shapes, values),
-    VerificationError (a class that computes something else, the SQNR floor).
+    Peak anonymous memory is the result and about one layer. FP8 and MXFP4 weights are kept bit for
+    bit by a scheme that has their codes and scales, and dequantized exactly for any other.
+    `load_format="dummy"` reads config.json alone and draws random weights. Stored tensors that the
+    model has no place for are an error, or `Loaded.unexpected` if they are allowed. Raises
+    NoMoEBlock, UnsupportedError, BadWeights (names, shapes, values), VerificationError (a class
+    that computes something else, the SQNR floor).
     """
     config = read_config(Path(directory))
     model = meta_model(config, dtype)
@@ -193,6 +197,7 @@ def fill(
             set_tensor(loaded.model, name, tensor)
         for block, new in filled.packed:
             loaded.worst_db[block.path] = block.worst_db
+            loaded.kept[block.path] = block.kept
             _zero_what_is_unknown(new)
             block.found.module._is_hf_initialized = True  # type: ignore[assignment]
             loaded.model = put(loaded.model, block.found, block.spec, new)

@@ -10,11 +10,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moepack import packing, quantizer
+from moepack import minifloat, packing, quantizer
 from moepack.errors import UnsupportedError, VerificationError
 from moepack.quantizer import QuantizedMatrix
 from moepack.schemes import Scheme
@@ -33,6 +34,19 @@ class OnlineMethod(ABC):
     @abstractmethod
     def quantize(self, weight: Tensor, where: str) -> QuantizedMatrix:
         """Raises BadWeights, naming `where`, row and column, on a weight that is not finite."""
+
+    def keep(self, weight: Tensor, scales: Tensor) -> QuantizedMatrix | None:
+        """The numbers of a checkpoint that is in this format already, bit for bit.
+
+        weight, scales fp32 [N, K]: values and the scale of each. None if the format differs, as it
+        does unless a method says otherwise: then the weight is quantized.
+        """
+        return None
+
+    @property
+    def may_keep(self) -> bool:
+        """Is there a `keep` of its own?"""
+        return type(self).keep is not OnlineMethod.keep
 
     def floor_db(self) -> float:
         """The least signal to quantization noise that a sound matrix has."""
@@ -56,6 +70,9 @@ class MinifloatMethod(OnlineMethod):
     def quantize(self, weight: Tensor, where: str) -> QuantizedMatrix:
         return quantizer.quantize(weight, self.scheme, where=where)
 
+    def keep(self, weight: Tensor, scales: Tensor) -> QuantizedMatrix | None:
+        return minifloat.recovered(weight, scales, self.scheme)
+
 
 # By the cell of the scheme: groups of any size share the arithmetic.
 METHODS: dict[str, Callable[[Scheme], OnlineMethod]] = {
@@ -77,6 +94,13 @@ def method_for(scheme: str | Scheme) -> OnlineMethod:
     return METHODS[found.cell](found)
 
 
+class Packed(NamedTuple):
+    """What became of one matrix. `is_kept`: as it was stored; then its SQNR is infinite."""
+
+    sqnr_db: float
+    is_kept: bool
+
+
 def pack_into(
     destination: Tensor,
     method: OnlineMethod,
@@ -85,12 +109,19 @@ def pack_into(
     where: str,
     floor_db: float | None = None,
     layout: str = "moepack",
-) -> float:
-    """Quantizes and packs one matrix into `destination`, uint8 [bytes]; returns its SQNR in dB.
+    scales: Tensor | None = None,
+) -> Packed:
+    """Quantizes and packs one matrix into `destination`, uint8 [bytes], or keeps its numbers.
+
+    `scales`: see `OnlineMethod.keep`.
 
     Raises VerificationError if that is below the floor: there is no original block to compare with
     while loading, so every matrix is compared with its own weights.
     """
+    kept = None if scales is None else method.keep(weight, scales)
+    if kept is not None:
+        destination.copy_(packing.pack(kept, row_order, layout))
+        return Packed(math.inf, is_kept=True)
     matrix = method.quantize(weight, where)
     found = sqnr_db(weight, matrix)
     floor = method.floor_db() if floor_db is None else floor_db
@@ -100,7 +131,7 @@ def pack_into(
             "Use a finer scheme for this block, or lower the floor: sqnr_floor=..."
         )
     destination.copy_(packing.pack(matrix, row_order, layout))
-    return found
+    return Packed(found, is_kept=False)
 
 
 def sqnr_db(weight: Tensor, matrix: QuantizedMatrix) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from moepack.online.decoding import BYTES, FP8, decode_mxfp4, decode_scaled
 
 _IGNORED = (".activation_scale", ".input_scale")
 _BLOCKS, _SCALES = "_blocks", "_scales"
+_TWO_ONES = 0x22  # e2m1, two codes a byte
 # How scales are named: a suffix, in the place of the suffix of the values.
 _NAMES_OF_SCALES = (
     ("_scale_inv", ""),
@@ -33,6 +34,7 @@ class StoredTensor:
 
     `is_encoded`: the values come from a quantized format, in fp32, and are not to be rounded.
     `decode_into`: writes the whole tensor, if it is encoded and its rows lie as they are stored.
+    `scales`: of an encoded tensor, the scale of each of its values, in its shape.
     """
 
     name: str
@@ -42,6 +44,7 @@ class StoredTensor:
     part: Callable[[int], Tensor]
     is_encoded: bool = False
     decode_into: Callable[[Tensor], object] | None = None
+    scales: StoredTensor | None = None
 
     @staticmethod
     def of(name: str, tensor: Tensor) -> StoredTensor:
@@ -61,7 +64,7 @@ class Encoding(NamedTuple):
     values: StoredTensor
     scales: StoredTensor
 
-    def stored(self) -> StoredTensor:
+    def stored(self, *, ones: bool = False) -> StoredTensor:
         decode = decode_mxfp4 if self.values.name.endswith(_BLOCKS) else decode_scaled
         shape = _decoded_shape(self.values)
 
@@ -82,7 +85,22 @@ class Encoding(NamedTuple):
             part=part,
             is_encoded=True,
             decode_into=decode_into if decode is decode_scaled else None,
+            scales=None if ones else self._of_ones().stored(ones=True),
         )
+
+    def _of_ones(self) -> Encoding:
+        """The same with the code of 1 in every place: it decodes to the scales."""
+        values = self.values
+
+        def ones(shape: tuple[int, ...]) -> Tensor:
+            if values.dtype in BYTES:
+                return torch.full(shape, _TWO_ONES, dtype=values.dtype)
+            return torch.ones(shape).to(values.dtype)
+
+        made = replace(
+            values, read=lambda: ones(values.shape), part=lambda i: ones((1, *values.shape[1:]))
+        )
+        return Encoding(self.name, made, self.scales)
 
 
 class Decoder:

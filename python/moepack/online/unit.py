@@ -109,14 +109,14 @@ class Unit:
         index = expert if self._merges else 0
         return self.is_stack and all(index in self._pieces[p] for p in self._patterns)
 
-    def part(self, expert: int) -> Tensor:
-        """[1, rows, columns]: one expert of the stack."""
+    def part(self, expert: int, *, scales: bool = False) -> Tensor:
+        """[1, rows, columns]: one expert of the stack, or the scales of its values."""
         if self._converter is None:
-            stored = self._pieces[""][0]
+            stored = self._piece("", expert, scales)
             return self._cast(stored.part(expert), stored.is_encoded)
         inputs: list[tuple[str, StoredTensor, Tensor]] = []
         for pattern in self._patterns:
-            stored = self._pieces[pattern][expert if self._merges else 0]
+            stored = self._piece(pattern, expert, scales)
             tensor = stored.read() if self._merges else stored.part(expert)
             inputs.append((pattern, stored, tensor))
         made = self._convert(inputs)[self.name]
@@ -124,25 +124,37 @@ class Unit:
             raise self._misshapen(inputs[0][1], (self.shape[0], *made.shape[1:]))
         return made
 
+    def has_scales(self, expert: int) -> bool:
+        """Does all of an expert's part come from a quantized format?"""
+        return all(self._piece(p, expert).scales is not None for p in self._patterns)
+
     def part_dtype(self, expert: int) -> torch.dtype:
         """Of `part`: what comes from a quantized format is not rounded again."""
-        index = expert if self._merges else 0
-        is_encoded = any(self._pieces[p][index].is_encoded for p in self._patterns)
+        is_encoded = any(self._piece(p, expert).is_encoded for p in self._patterns)
         return torch.float32 if is_encoded else self.dtype
 
-    def fill(self, expert: int, room: Tensor) -> None:
+    def fill(self, expert: int, room: Tensor, *, scales: bool = False) -> None:
         """Writes `part` into `room`, contiguous: where rows are only put together, row by row."""
-        stored = [self._pieces[p][expert] for p in self._patterns] if self._joins_rows else []
+        patterns = self._patterns if self._joins_rows else []
+        stored = [self._piece(p, expert, scales) for p in patterns]
         shapes = [s.shape for s in stored]
         is_plain = all(len(s) == 2 and s[1:] == self.shape[2:] for s in shapes)
         if not stored or not is_plain or sum(s[0] for s in shapes) != self.shape[1]:
-            room.copy_(self.part(expert))
+            room.copy_(self.part(expert, scales=scales))
             return
         for piece, rows in zip(stored, room[0].split([s[0] for s in shapes]), strict=True):
             if piece.decode_into is not None:
                 piece.decode_into(rows)
             else:
                 rows.copy_(self._cast(piece.read(), piece.is_encoded))
+
+    def _piece(self, pattern: str, expert: int, scales: bool = False) -> StoredTensor:
+        """What holds an expert's values, or what gives their scales."""
+        stored = self._pieces[pattern][expert if self._merges else 0]
+        if not scales:
+            return stored
+        assert stored.scales is not None
+        return stored.scales
 
     def forget(self, expert: int) -> None:
         """Lets go of what one expert was made from; it stays counted as having come."""
