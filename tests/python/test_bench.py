@@ -42,6 +42,14 @@ def test_a_run_reports_what_it_measured() -> None:
     assert result.to_json()["rows"][0]["fraction_of_limit"] == one.fraction_of_limit
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "fp8-b128"])
+def test_floating_point_schemes(name: str) -> None:
+    result = bench.bench(SHAPE, (1, 2), name, threads=1, rounds=1)
+    assert result.scheme == name
+    assert [row.tokens for row in result.rows] == [1, 2]
+    assert all(row.ms > 0 and row.fraction_of_limit > 0 for row in result.rows)
+
+
 def test_an_instruction_set_can_be_asked_for() -> None:
     assert bench.bench(SHAPE, (1,), isa="scalar", rounds=1).isa == "scalar"
     with pytest.raises(UnsupportedError, match="this CPU runs"):

@@ -72,6 +72,30 @@ def test_plans_that_cannot_be_carried_out_exit_with_1(
         assert call(capsys, "plan", tmp_path, "--json")[0] == 1
 
 
+@pytest.mark.parametrize(("scheme", "floor_db"), [("mxfp4", 10), ("fp8-b128", 25)])
+def test_floating_point_schemes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, scheme: str, floor_db: float
+) -> None:
+    source, packed, out = checkpoint("mixtral"), tmp_path / "packed", tmp_path / "program"
+    chosen = ("--scheme", scheme)
+    (block,) = json_of(capsys, "plan", source, *chosen)["blocks"]
+    assert block["scheme"] == scheme
+    (block,) = json_of(capsys, "quantize", source, "-o", packed, *chosen)["blocks"]
+    assert block["worst_weight_db"] > floor_db
+    kept_float = ("--linear", "float", "--embedding", "float", "--logits", "all")
+    done = json_of(capsys, "export", source, "-o", out, *chosen, *kept_float)
+    assert min(done["sqnr_db"].values()) > floor_db
+    text = tmp_path / "text.txt"
+    text.write_text("each expert knew its own part. " * 20, encoding="utf-8")
+    values = []
+    for made in (packed, out):
+        found = json_of(capsys, "inspect", made, "--verify")
+        assert found["problems"] == []
+        assert scheme in json.dumps(found["packed"])
+        values.append(json_of(capsys, "eval", made, "--text", text, "--window", "32")["value"])
+    assert values[0] == pytest.approx(values[1], rel=2e-3)
+
+
 def test_convert_there_and_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     packed, there, back = (tmp_path / name for name in ("packed", "there", "back"))
     json_of(capsys, "quantize", checkpoint("mixtral"), "-o", packed, "--threads", "1")

@@ -39,9 +39,9 @@ from moepack.weights_file import open_weights
 PROMPT = list(range(3, 20))
 
 
-def packed_model(family: str) -> Any:
+def packed_model(family: str, scheme: str = "int4-g32") -> Any:
     model = load_model(checkpoint(family))
-    moepack.quantize_(model)
+    moepack.quantize_(model, scheme)
     return model
 
 
@@ -95,8 +95,10 @@ def test_model_has_its_own_settings_back_after_the_export() -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_one_layer_alone_is_bit_equal_to_the_eager_operator(tmp_path: Path) -> None:
-    blocks = [m for m in packed_model("qwen3_moe").modules() if isinstance(m, QuantizedMoEFFN)]
+@pytest.mark.parametrize("scheme", ["int4-g32", "mxfp4", "fp8-b128"])
+def test_one_layer_alone_is_bit_equal_to_the_eager_operator(scheme: str, tmp_path: Path) -> None:
+    model = packed_model("qwen3_moe", scheme)
+    blocks = [m for m in model.modules() if isinstance(m, QuantizedMoEFFN)]
     for tokens, (eager, run) in layer_outputs(blocks[0], tmp_path, (1, 5, 40)).items():
         assert torch.equal(eager, run), tokens
 

@@ -9,7 +9,14 @@ Checkpoint = Annotated[
     Path, typer.Argument(metavar="CHECKPOINT_DIR", help="Local Hugging Face checkpoint.")
 ]
 Out = Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="Directory to write.")]
-SchemeName = Annotated[str, typer.Option("--scheme", help="How experts are packed.")]
+SchemeName = Annotated[
+    str,
+    typer.Option(
+        "--scheme",
+        help="How experts are packed: int4 or int8 in groups (int4-g32, -g64, -g128), mxfp4, "
+        "fp8-b128.",
+    ),
+]
 Layout = Annotated[str, typer.Option("--layout", help="Of packed experts: moepack or torchao.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if moepack made it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
