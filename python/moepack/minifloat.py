@@ -15,7 +15,7 @@ from moepack.quantizer import QuantizedMatrix, code_values
 from moepack.schemes import Scheme, scheme
 
 _E8M0_BIAS, _E8M0_NAN = 127, 255
-_E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_E2M1_TO_FP16 = 2.0**-14
 _WINDOW = 1 << 17
 
 
@@ -79,6 +79,7 @@ def recovered(weight: Tensor, scales: Tensor, found: Scheme) -> QuantizedMatrix 
     The matrix of `found`, mxfp4 or fp8-b128, whose weights are exactly these; None if there is
     none: another format, or scales that differ within a group of columns.
     """
+    weight, scales = weight.contiguous(), scales.contiguous()
     rows, cols = weight.shape
     codes = torch.empty(rows, cols, dtype=torch.int8)
     by_group = torch.empty(rows, found.groups(cols))
@@ -98,11 +99,12 @@ def recovered(weight: Tensor, scales: Tensor, found: Scheme) -> QuantizedMatrix 
 
 def _codes(units: Tensor, found: Scheme) -> Tensor:
     """The codes int8 of values that codes stand for; any code where there is none."""
-    units = units.nan_to_num(nan=0.0).contiguous()  # 0 / 0, by a scale of 0
+    units = units.nan_to_num(nan=0.0)  # 0 / 0, by a scale of 0
     if found.cell == "fp8":
         return units.to(torch.float8_e4m3fn).view(torch.int8)
-    magnitudes = torch.bucketize(units.abs().clamp(max=6.0), _E2M1_VALUES, out_int32=True)
-    return magnitudes.to(torch.int8) | units.signbit().to(torch.int8) << 3
+    # The lowest exponents of fp16 are those of e2m1, its top bits of mantissa as well.
+    bits = (units * _E2M1_TO_FP16).to(torch.float16).view(torch.int16)
+    return (bits >> 9 & 7 | bits >> 12 & 8).to(torch.int8)
 
 
 def _with_e8m0(codes: Tensor, scales: Tensor) -> QuantizedMatrix | None:
