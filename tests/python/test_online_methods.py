@@ -43,6 +43,11 @@ FUSED = [
     ("gemma4_text", "model.layers.{}.experts", False),
     ("llama4_text", "model.layers.{}.feed_forward.experts", True),
 ]
+FUSED_ENCODERS: dict[str, Callable[[str, Tensor], Stored]] = {
+    "block": fp8_block,
+    "ue8m0": ENCODERS["ue8m0"],
+    "per expert": lambda n, t: fp8_scaled(n, t, (-2, -1), "_scale"),
+}
 # Expert, "w13" or "w2" -> codes [N, K] and scales [N, groups], as they are stored.
 Expected = Callable[[int, str], tuple[Tensor, Tensor]]
 
@@ -169,16 +174,16 @@ def test_mxfp4_experts_are_kept(tmp_path: Path) -> None:
         assert_values(module, float_experts(exact, layer), transposed=True)
 
 
-@pytest.mark.parametrize("ue8m0", [False, True])
+@pytest.mark.parametrize("encoder", FUSED_ENCODERS)
 @pytest.mark.parametrize(("family", "path", "transposed"), FUSED)
 def test_fused_fp8_experts_are_kept(
-    family: str, path: str, transposed: bool, ue8m0: bool, tmp_path: Path
+    family: str, path: str, transposed: bool, encoder: str, tmp_path: Path
 ) -> None:
     inner = "moe_intermediate_size" if family == "gemma4_text" else "intermediate_size"
     sizes: dict[str, Any] = {"hidden_size": 320, inner: 136}
     source = saved(tiny_models.build(family, **sizes), tmp_path / "plain")
     stored, exact = encoded(
-        stored_tensors(source), lambda n, t: fp8_block(n, t, ue8m0=ue8m0) if t.dim() == 3 else None
+        stored_tensors(source), lambda n, t: FUSED_ENCODERS[encoder](n, t) if t.dim() == 3 else None
     )
     assert len(stored) == len(exact) + 4
     directory = copied(source, tmp_path / "exact", exact)
