@@ -66,7 +66,7 @@ test-instructions update-instructions: $(VENV)/.build-tools
 
 # All C++ tests with AddressSanitizer and UBSan, those of threads with ThreadSanitizer. The latter, of gcc 12, cannot map
 # its shadow where addresses are too random.
-THREADED = experts_test ffn_test tasks_test
+THREADED = experts_test ffn_test tasks_test float_tile_test
 FIXED_ADDRESSES = $(shell setarch -R true 2> /dev/null && echo setarch -R)
 test-sanitizers: build/address/build.ninja build/thread/build.ninja
 	$(BIN)/cmake --build build/address --parallel $(JOBS) -- --quiet
