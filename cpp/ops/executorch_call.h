@@ -136,8 +136,10 @@ inline Error compute(KernelRuntimeContext& context, const Call& call, Tensor& ou
 
 // `read` makes a Call of the values in front of `out`; what it refuses goes into the Status.
 template <class Read>
-void run_kernel(KernelRuntimeContext& context, Span<EValue*> stack, const char* name, Read read) {
+void run_kernel(KernelRuntimeContext& context, Span<EValue*> stack, [[maybe_unused]] const char* name, Read read) {
+#ifndef __clang_analyzer__  // takes the tracer's level to change between begin and end
   const executorch::runtime::internal::EventTracerProfileOpScope scope(context.internal_event_tracer(), name);
+#endif
   RuntimeStack in(stack);
   Status refused;
   Call call = read(in, refused);
