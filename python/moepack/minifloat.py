@@ -1,6 +1,6 @@
 """Weights that a checkpoint stores in e2m1 or e4m3: kept bit for bit, not quantized again.
 
-`kept_*` take codes and scales. `recovered` takes what they were decoded to, and the scale of each
+`kept_mxfp4` takes codes and scales. `recovered` takes what they were decoded to and the scale of each
 value: it finds the codes again whatever was done to both alike (transposed, joined, cut).
 """
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moepack.errors import BadWeights, UnsupportedError
+from moepack.errors import BadWeights
 from moepack.quantizer import QuantizedMatrix, code_values
 from moepack.schemes import Scheme, scheme
 
@@ -38,39 +38,6 @@ def kept_mxfp4(codes: Tensor, scales: Tensor, where: str = "weight") -> Quantize
         scales, exponent = scales + 1, -1
     kept = torch.where(used, scales, torch.zeros_like(scales))
     return QuantizedMatrix(found, codes.view(torch.int8).contiguous(), kept, exponent)
-
-
-def kept_fp8(
-    weight: Tensor, scales: Tensor, block: tuple[int, int], where: str = "weight"
-) -> QuantizedMatrix:
-    """weight float8_e4m3fn [N, K], a scale (any float dtype) per `block` of rows and columns.
-
-    scales [ceil(N / block[0]), ceil(K / block[1])]: blocks of 128 x 128, or (1, K) for one per row,
-    (N, K) for one in all. They become fp32 unrounded. Raises BadWeights on values that are not
-    finite, UnsupportedError on blocks that cut a group of 128 columns.
-    """
-    found = scheme("fp8-b128")
-    rows, cols = weight.shape
-    if block[1] % found.group and block[1] < cols:
-        raise UnsupportedError(
-            f"{where}: scales for blocks of {block[1]} columns; supported: multiples of "
-            f"{found.group}, or whole rows"
-        )
-    codes = weight.contiguous().view(torch.int8)
-    nan = ((codes & 0x7F) == 0x7F).nonzero()
-    if len(nan):
-        row, col = nan[0].tolist()
-        raise BadWeights(f"{where}: the weight at row {row}, column {col} is nan")
-    exact = scales.float()
-    bad = (~exact.isfinite()).nonzero()
-    if len(bad):
-        row, col = bad[0].tolist()
-        raise BadWeights(
-            f"{where}: the scale of row block {row}, column block {col} is {float(exact[row, col])}"
-        )
-    by_row = exact.repeat_interleave(block[0], dim=0)[:rows]
-    first_columns = torch.arange(found.groups(cols)) * found.group
-    return QuantizedMatrix(found, codes, by_row[:, first_columns // block[1]].contiguous(), 0)
 
 
 def recovered(weight: Tensor, scales: Tensor, found: Scheme) -> QuantizedMatrix | None:

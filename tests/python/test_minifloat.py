@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moepack import packing
 from moepack.errors import BadWeights, UnsupportedError
-from moepack.minifloat import kept_fp8, kept_mxfp4, recovered
-from moepack.quantizer import QuantizedMatrix, code_values, quantize
+from moepack.minifloat import kept_mxfp4, recovered
+from moepack.quantizer import code_values, quantize
 from moepack.schemes import scheme
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
@@ -120,40 +120,6 @@ def test_mxfp4_scales_that_no_blob_can_hold_are_named() -> None:
         kept_mxfp4(codes, torch.tensor([[1], [255]], dtype=torch.uint8), "layer 3")
     with pytest.raises(BadWeights, match=r"span 2\^-127 to 2\^127"):
         kept_mxfp4(codes, torch.tensor([[0], [254]], dtype=torch.uint8))
-
-
-@pytest.mark.parametrize(
-    ("rows", "cols", "block"),
-    [(300, 260, (128, 128)), (128, 128, (128, 128)), (5, 300, (1, 300)), (576, 200, (576, 200))],
-)
-def test_a_kept_fp8_matrix_has_its_values(rows: int, cols: int, block: tuple[int, int]) -> None:
-    random = torch.Generator().manual_seed(4)
-    weight = torch.randn(rows, cols, generator=random).to(torch.float8_e4m3fn)
-    scales = torch.rand(-(-rows // block[0]), -(-cols // block[1]), generator=random) + 0.1
-    matrix = kept_fp8(weight, scales, block)
-    by_row = scales.repeat_interleave(block[0], 0)[:rows]
-    expected = weight.double() * by_row.repeat_interleave(block[1], 1)[:, :cols].double()
-    assert torch.equal(exact(matrix), expected)
-    assert torch.equal(packing.unpack(packing.pack(matrix)).codes, weight.view(torch.int8))
-
-
-def exact(matrix: QuantizedMatrix) -> Tensor:
-    scales = matrix.scales.double().repeat_interleave(128, 1)[:, : matrix.codes.shape[1]]
-    return matrix.codes.view(torch.float8_e4m3fn).double() * scales
-
-
-def test_fp8_that_no_blob_can_hold_is_named() -> None:
-    weight = torch.ones(256, 256).to(torch.float8_e4m3fn)
-    with pytest.raises(
-        UnsupportedError, match=r"blocks of 64 columns; supported: multiples of 128"
-    ):
-        kept_fp8(weight, torch.ones(256, 4), (1, 64))
-    bad = torch.ones(256, 256)
-    bad[7, 9] = math.nan
-    with pytest.raises(BadWeights, match="the weight at row 7, column 9 is nan"):
-        kept_fp8(bad.to(torch.float8_e4m3fn), torch.ones(2, 2), (128, 128))
-    with pytest.raises(BadWeights, match="scale of row block 1, column block 0 is inf"):
-        kept_fp8(weight, torch.tensor([[1.0, 1.0], [math.inf, 1.0]]), (128, 128))
 
 
 @settings(max_examples=30, deadline=None)
