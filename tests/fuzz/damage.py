@@ -79,7 +79,7 @@ def _other_document(document: Any, draw: random.Random) -> Any:
     """The document with one value, somewhere, replaced, removed, or copied elsewhere."""
     places = list(_places(document))
     if not places:
-        return draw.choice(_VALUES)
+        return copy.deepcopy(draw.choice(_VALUES))
     container, key = draw.choice(places)
     match draw.randrange(6):
         case 0:
@@ -88,16 +88,17 @@ def _other_document(document: Any, draw: random.Random) -> Any:
             other, name = draw.choice(places)
             container[key] = copy.deepcopy(other[name])
         case _:
-            container[key] = draw.choice(_VALUES)
+            container[key] = copy.deepcopy(draw.choice(_VALUES))
     return document
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
     """Every (container, key or index) of a document; long lists by their first items."""
+    if not isinstance(value, dict | list):
+        return []
     found: list[tuple[Any, Any]] = []
     items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))[:20]
     for key, item in items:
         found.append((value, key))
-        if isinstance(item, dict | list):
-            found += _places(item)
+        found += _places(item)
     return found
