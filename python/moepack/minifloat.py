@@ -1,7 +1,7 @@
 """Weights that a checkpoint stores in e2m1 or e4m3: kept bit for bit, not quantized again.
 
-`kept_mxfp4` takes codes and scales. `recovered` takes what they were decoded to and the scale of each
-value: it finds the codes again whatever was done to both alike (transposed, joined, cut).
+`kept_mxfp4` takes codes and scales. `recovered` takes what they were decoded to and the scale of
+each value: it finds the codes again whatever was done to both alike (transposed, joined, cut).
 """
 
 from __future__ import annotations
