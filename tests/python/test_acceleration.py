@@ -356,8 +356,11 @@ def test_every_order_of_loading(expected: tuple[Path, Tensor, Tensor], order: st
 
 @pytest.mark.parametrize("order", ["theirs", "kernels,theirs", "theirs,kernels"])
 def test_nothing_happens_by_import(expected: tuple[Path, Tensor, Tensor], order: str) -> None:
-    path, theirs, _ = expected
-    assert torch.equal(_run(path, order), theirs)
+    path, theirs, ours = expected
+    found = _run(path, order)
+    # Upstream's sums of fp32 products depend on the number of threads: 256 roundings at most.
+    assert (found - theirs).norm() < 256 * 2.0**-24 * theirs.norm()
+    assert (found - ours).norm() > 1e-3 * theirs.norm()
 
 
 def _run(path: Path, order: str) -> Tensor:
