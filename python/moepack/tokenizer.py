@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,17 @@ FILES = (
 )
 
 
+@contextmanager
+def _library_errors(where: str) -> Iterator[None]:
+    """What the Rust side raises is a bare Exception, or a panic, which is not even that."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise MoePackError(f"{where}: {error}") from error
+
+
 @dataclass(frozen=True)
 class Tokenizer:
     """A tokenizer.json with the chat template of its neighbours, if there is one."""
@@ -41,10 +53,8 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise MoePackError(f"{directory}: no tokenizer.json; export with a fast tokenizer")
-        try:
+        with _library_errors(f"{path}: not a tokenizer"):
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the Rust side raises a bare Exception
-            raise MoePackError(f"{path}: not a tokenizer: {error}") from error
         config = _read_json(directory / "tokenizer_config.json")
         return cls(backend, _template(directory, config), _special_tokens(config))
 
@@ -64,11 +74,13 @@ class Tokenizer:
             raise MoePackError(
                 f"the text is no valid Unicode: character {error.start} is half of a surrogate pair"
             ) from error
-        ids: list[int] = self.backend.encode(text, add_special_tokens=special_tokens).ids
+        with _library_errors("the tokenizer cannot encode the text"):
+            ids: list[int] = self.backend.encode(text, add_special_tokens=special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special)
+        with _library_errors("the tokenizer cannot decode the ids"):
+            text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
     def chat(self, prompt: str) -> list[int]:

@@ -90,3 +90,17 @@ def _configure(directory: Path, **settings: object) -> None:
     path = directory / "tokenizer_config.json"
     content = {**json.loads(path.read_text(encoding="utf-8")), **settings}
     path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def test_a_panic_of_the_library_is_an_error(tmp_path: Path) -> None:
+    """Merges are cut by the length of the prefix, which here is longer than the tokens."""
+    model = {
+        "type": "BPE",
+        "continuing_subword_prefix": "1234567",
+        "vocab": {"a": 0, "b": 1, "ab": 2},
+        "merges": ["a b"],
+    }
+    document = {"version": "1.0", "added_tokens": [], "model": model}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(MoePackError, match=r"tokenizer\.json: not a tokenizer: range"):
+        Tokenizer.load(tmp_path)
