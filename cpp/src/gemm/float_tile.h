@@ -42,52 +42,37 @@ inline void float_group(const std::uint8_t* w, const float* const* a, typename I
   }
 }
 
-template <class I, int M>
-inline void float_tile(const Panel& panel, const Rows& rows, const std::int32_t* index, const float* bias, float* out,
-                       std::int64_t out_stride) {
-  const float* a[M];
-  typename I::Float acc[M];
-  for (int i = 0; i < M; ++i) {
-    a[i] = rows.values + index[i] * rows.value_stride;
-    acc[i] = I::broadcast(0.0f);
-  }
-  const std::uint8_t* w = panel.bytes;
-  for (int g = 0; g < panel.groups; ++g) {
-    typename I::Float sum[M];
-    float_group<I, M>(w, a, sum);
-    w += kFloatGroup * kLanes;
-    const typename I::Float w_scale = SingleScales::load<I>(w);
-    w += SingleScales::bytes;
+template <class I>
+struct FloatTile {
+  static constexpr int rows = I::float_rows;
+
+  template <int M>
+  static inline void multiply(const Panel& panel, const Rows& rows, const std::int32_t* index, const float* bias,
+                              float* out, std::int64_t out_stride) {
+    const float* a[M];
+    typename I::Float acc[M];
     for (int i = 0; i < M; ++i) {
-      acc[i] = I::fma(sum[i], w_scale, acc[i]);
-      a[i] += kFloatGroup;
+      a[i] = rows.values + index[i] * rows.value_stride;
+      acc[i] = I::broadcast(0.0f);
+    }
+    const std::uint8_t* w = panel.bytes;
+    for (int g = 0; g < panel.groups; ++g) {
+      typename I::Float sum[M];
+      float_group<I, M>(w, a, sum);
+      w += kFloatGroup * kLanes;
+      const typename I::Float w_scale = SingleScales::load<I>(w);
+      w += SingleScales::bytes;
+      for (int i = 0; i < M; ++i) {
+        acc[i] = I::fma(sum[i], w_scale, acc[i]);
+        a[i] += kFloatGroup;
+      }
+    }
+    for (int i = 0; i < M; ++i) {
+      typename I::Float result = I::mul(acc[i], I::broadcast(panel.scale));
+      if (bias) result = I::add(result, I::load(bias));
+      I::store(out + i * out_stride, result);
     }
   }
-  for (int i = 0; i < M; ++i) {
-    typename I::Float result = I::mul(acc[i], I::broadcast(panel.scale));
-    if (bias) result = I::add(result, I::load(bias));
-    I::store(out + i * out_stride, result);
-  }
-}
-
-template <class I, int M>
-inline void float_tail(const Panel& panel, const Rows& rows, const std::int32_t* index, int count, const float* bias,
-                       float* out, std::int64_t out_stride) {
-  if constexpr (M > 0) {
-    if (count == M)
-      float_tile<I, M>(panel, rows, index, bias, out, out_stride);
-    else
-      float_tail<I, M - 1>(panel, rows, index, count, bias, out, out_stride);
-  }
-}
-
-template <class I>
-void float_gemm(const Panel& panel, const Rows& rows, const std::int32_t* index, int count, const float* bias,
-                float* out, std::int64_t out_stride) {
-  int r = 0;
-  for (; r + I::float_rows <= count; r += I::float_rows)
-    float_tile<I, I::float_rows>(panel, rows, index + r, bias, out + r * out_stride, out_stride);
-  float_tail<I, I::float_rows - 1>(panel, rows, index + r, count - r, bias, out + r * out_stride, out_stride);
-}
+};
 
 }  // namespace moepack::gemm

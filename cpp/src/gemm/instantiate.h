@@ -11,19 +11,20 @@ namespace moepack::gemm {
 
 template <class I>
 constexpr Kernel instantiate(const char* name) {
-  return {name,
-          {gemm<I, Int4Cell, HalfScales>, gemm<I, Int8Cell, HalfScales>, gemm_blocks<I, Mxfp4Cell, E8m0Scales, 1>,
-           float_gemm<I>, gemm<I, Int4Cell, SingleScales>, gemm<I, Int8Cell, SingleScales>},
-          decode_universal4<I>,
-          decode_universal8<I>,
-          quantize<I>,
-          activate<I>,
-          router<I>,
-          exp_minus<I>,
-          sigmoid<I>,
-          scale<I>,
-          accumulate<I>,
-          int4_peak<I>};
+  return {
+      name,
+      {gemm<I, Int4Cell, HalfScales>, gemm<I, Int8Cell, HalfScales>, gemm_rows<CodeTile<I, Mxfp4Cell, E8m0Scales, 1>>,
+       gemm_rows<FloatTile<I>>, gemm<I, Int4Cell, SingleScales>, gemm<I, Int8Cell, SingleScales>},
+      decode_universal4<I>,
+      decode_universal8<I>,
+      quantize<I>,
+      activate<I>,
+      router<I>,
+      exp_minus<I>,
+      sigmoid<I>,
+      scale<I>,
+      accumulate<I>,
+      int4_peak<I>};
 }
 
 }  // namespace moepack::gemm

@@ -119,76 +119,84 @@ inline void prefetch(const std::uint8_t* w) {
 }
 
 // Blocks: blocks of 32 k per weight group.
-template <class I, class Cell, class Scales, int Blocks, int M>
-inline void tile(const Panel& panel, const Rows& rows, const std::int32_t* index, const float* bias, float* out,
-                 std::int64_t out_stride) {
-  constexpr int block_bytes = 32 / Cell::k * 64;
-  constexpr int groups_per_activation = kActivationGroup / (32 * Blocks);
-  const std::int8_t* a[M];
-  const float* a_scale[M];
-  const std::int32_t* offset[M];
-  typename I::Float acc[M];
-  for (int i = 0; i < M; ++i) {
-    a[i] = rows.codes + index[i] * rows.code_stride;
-    a_scale[i] = rows.scales + index[i] * rows.scale_stride;
-    offset[i] = rows.offsets + index[i] * rows.offset_stride;
-    acc[i] = I::broadcast(0.0f);
-  }
-  const std::uint8_t* w = panel.bytes;
-  for (int first = 0; first < panel.groups; first += groups_per_activation) {
-    const int last = first + groups_per_activation < panel.groups ? first + groups_per_activation : panel.groups;
-    typename I::Float inner[M];
-    for (int i = 0; i < M; ++i) inner[i] = I::broadcast(0.0f);
-    for (int g = first; g < last; ++g) {
-      typename I::Int sum[M];
-      for (int i = 0; i < M; ++i) sum[i] = Cell::template start<I>(offset[i][g]);
-#pragma GCC unroll 1
-      for (int b = 0; b < Blocks; ++b, w += block_bytes) {
-        prefetch<I, block_bytes / 64>(w);
-        Cell::template block<I, M>(w, a, sum);
-        for (int i = 0; i < M; ++i) a[i] += 32;
-      }
-      prefetch<I, 1>(w);
-      const typename I::Float w_scale = Scales::template load<I>(w);
-      w += Scales::bytes;
-      for (int i = 0; i < M; ++i) inner[i] = I::fma(I::to_float(sum[i]), w_scale, inner[i]);
-    }
-    for (int i = 0; i < M; ++i) acc[i] = I::fma(inner[i], I::broadcast(*a_scale[i]++), acc[i]);
-  }
-  for (int i = 0; i < M; ++i) {
-    typename I::Float result = I::mul(acc[i], I::broadcast(panel.scale));
-    if (bias) result = I::add(result, I::load(bias));
-    I::store(out + i * out_stride, result);
-  }
-}
+template <class I, class Cell, class Scales, int Blocks>
+struct CodeTile {
+  static constexpr int rows = I::tile_rows;
 
-template <class I, class Cell, class Scales, int Blocks, int M>
+  template <int M>
+  static inline void multiply(const Panel& panel, const Rows& rows, const std::int32_t* index, const float* bias,
+                              float* out, std::int64_t out_stride) {
+    constexpr int block_bytes = 32 / Cell::k * 64;
+    constexpr int groups_per_activation = kActivationGroup / (32 * Blocks);
+    const std::int8_t* a[M];
+    const float* a_scale[M];
+    const std::int32_t* offset[M];
+    typename I::Float acc[M];
+    for (int i = 0; i < M; ++i) {
+      a[i] = rows.codes + index[i] * rows.code_stride;
+      a_scale[i] = rows.scales + index[i] * rows.scale_stride;
+      offset[i] = rows.offsets + index[i] * rows.offset_stride;
+      acc[i] = I::broadcast(0.0f);
+    }
+    const std::uint8_t* w = panel.bytes;
+    for (int first = 0; first < panel.groups; first += groups_per_activation) {
+      const int last = first + groups_per_activation < panel.groups ? first + groups_per_activation : panel.groups;
+      typename I::Float inner[M];
+      for (int i = 0; i < M; ++i) inner[i] = I::broadcast(0.0f);
+      for (int g = first; g < last; ++g) {
+        typename I::Int sum[M];
+        for (int i = 0; i < M; ++i) sum[i] = Cell::template start<I>(offset[i][g]);
+#pragma GCC unroll 1
+        for (int b = 0; b < Blocks; ++b, w += block_bytes) {
+          prefetch<I, block_bytes / 64>(w);
+          Cell::template block<I, M>(w, a, sum);
+          for (int i = 0; i < M; ++i) a[i] += 32;
+        }
+        prefetch<I, 1>(w);
+        const typename I::Float w_scale = Scales::template load<I>(w);
+        w += Scales::bytes;
+        for (int i = 0; i < M; ++i) inner[i] = I::fma(I::to_float(sum[i]), w_scale, inner[i]);
+      }
+      for (int i = 0; i < M; ++i) acc[i] = I::fma(inner[i], I::broadcast(*a_scale[i]++), acc[i]);
+    }
+    for (int i = 0; i < M; ++i) {
+      typename I::Float result = I::mul(acc[i], I::broadcast(panel.scale));
+      if (bias) result = I::add(result, I::load(bias));
+      I::store(out + i * out_stride, result);
+    }
+  }
+};
+
+// The last rows, fewer than a tile takes.
+template <class Tile, int M>
 inline void tail(const Panel& panel, const Rows& rows, const std::int32_t* index, int count, const float* bias,
                  float* out, std::int64_t out_stride) {
   if constexpr (M > 0) {
     if (count == M)
-      tile<I, Cell, Scales, Blocks, M>(panel, rows, index, bias, out, out_stride);
+      Tile::template multiply<M>(panel, rows, index, bias, out, out_stride);
     else
-      tail<I, Cell, Scales, Blocks, M - 1>(panel, rows, index, count, bias, out, out_stride);
+      tail<Tile, M - 1>(panel, rows, index, count, bias, out, out_stride);
   }
 }
 
-template <class I, class Cell, class Scales, int Blocks>
-void gemm_blocks(const Panel& panel, const Rows& rows, const std::int32_t* index, int count, const float* bias,
-                 float* out, std::int64_t out_stride) {
+// A Tile multiplies up to Tile::rows rows at once.
+template <class Tile>
+void gemm_rows(const Panel& panel, const Rows& rows, const std::int32_t* index, int count, const float* bias,
+               float* out, std::int64_t out_stride) {
   int r = 0;
-  for (; r + I::tile_rows <= count; r += I::tile_rows)
-    tile<I, Cell, Scales, Blocks, I::tile_rows>(panel, rows, index + r, bias, out + r * out_stride, out_stride);
-  tail<I, Cell, Scales, Blocks, I::tile_rows - 1>(panel, rows, index + r, count - r, bias, out + r * out_stride,
-                                                  out_stride);
+  for (; r + Tile::rows <= count; r += Tile::rows)
+    Tile::template multiply<Tile::rows>(panel, rows, index + r, bias, out + r * out_stride, out_stride);
+  tail<Tile, Tile::rows - 1>(panel, rows, index + r, count - r, bias, out + r * out_stride, out_stride);
 }
 
 template <class I, class Cell, class Scales>
 void gemm(const Panel& panel, const Rows& rows, const std::int32_t* index, int count, const float* bias, float* out,
           std::int64_t out_stride) {
-  if (panel.group == 32) return gemm_blocks<I, Cell, Scales, 1>(panel, rows, index, count, bias, out, out_stride);
-  if (panel.group == 64) return gemm_blocks<I, Cell, Scales, 2>(panel, rows, index, count, bias, out, out_stride);
-  return gemm_blocks<I, Cell, Scales, 4>(panel, rows, index, count, bias, out, out_stride);
+  if (panel.group == 32)
+    return gemm_rows<CodeTile<I, Cell, Scales, 1>>(panel, rows, index, count, bias, out, out_stride);
+  if (panel.group == 64)
+    return gemm_rows<CodeTile<I, Cell, Scales, 2>>(panel, rows, index, count, bias, out, out_stride);
+  return gemm_rows<CodeTile<I, Cell, Scales, 4>>(panel, rows, index, count, bias, out, out_stride);
 }
 
 template <class I>
