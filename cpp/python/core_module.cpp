@@ -120,9 +120,7 @@ moepack::PackedHeader header_of(const Bytes& blob) {
 }
 
 const Scheme& scheme_of(const moepack::PackedHeader& header) {
-  for (const Scheme* s = moepack::schemes_begin(); s != moepack::schemes_end(); ++s)
-    if (static_cast<std::uint16_t>(s->cell) == header.cell && s->group == static_cast<std::int32_t>(header.group))
-      return *s;
+  if (const Scheme* found = moepack::find_scheme(header.cell, header.group)) return *found;
   throw py::value_error("blob: no scheme has its cell and group");
 }
 

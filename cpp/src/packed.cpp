@@ -10,13 +10,7 @@ namespace {
 
 const char* cell_name(std::uint16_t cell) { return cell_info(static_cast<Cell>(cell)).name; }
 
-const Scheme* scheme_of(const PackedHeader& header) {
-  for (const Scheme* scheme = schemes_begin(); scheme != schemes_end(); ++scheme)
-    if (static_cast<std::uint16_t>(scheme->cell) == header.cell &&
-        static_cast<std::uint32_t>(scheme->group) == header.group)
-      return scheme;
-  return nullptr;
-}
+const Scheme* scheme_of(const PackedHeader& header) { return find_scheme(header.cell, header.group); }
 
 // Where the rows of a panel come from: first row, and how many of its 16 exist.
 struct PanelRows {

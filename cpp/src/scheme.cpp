@@ -36,6 +36,13 @@ const Scheme* find_scheme(std::string_view name) {
   return nullptr;
 }
 
+const Scheme* find_scheme(std::uint32_t cell, std::uint32_t group) {
+  for (const Scheme& scheme : kSchemes)
+    if (static_cast<std::uint32_t>(scheme.cell) == cell && static_cast<std::uint32_t>(scheme.group) == group)
+      return &scheme;
+  return nullptr;
+}
+
 const char* scheme_names() { return "int4-g32, int4-g64, int4-g128, int8-g32, int8-g64, int8-g128, mxfp4, fp8-b128"; }
 
 const CellInfo& cell_info(Cell cell) { return kCells[static_cast<int>(cell) - 1]; }

@@ -40,6 +40,8 @@ bool is_code(const Scheme& scheme, std::int8_t code);
 
 // The scheme of that name, or nullptr.
 const Scheme* find_scheme(std::string_view name);
+// The scheme of these cells and this group, as a header has them, or nullptr.
+const Scheme* find_scheme(std::uint32_t cell, std::uint32_t group);
 
 // All schemes, in the order of the table.
 const Scheme* schemes_begin();
