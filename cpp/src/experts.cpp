@@ -50,6 +50,11 @@ Rows take_rows(Arena& arena, std::int64_t count, std::int64_t cols, const Scheme
   return rows;
 }
 
+// Of the largest decoded panel.
+std::int64_t panel_bytes(const Matrix& w13, const Matrix& w2) {
+  return std::max(w13.scratch_bytes(), w2.scratch_bytes());
+}
+
 // A worker's own memory.
 struct Scratch {
   float* row;     // one row of x
@@ -60,10 +65,7 @@ struct Scratch {
 };
 
 struct Buffers {
-  Buffers(const Shape& s, const ExpertAttributes& attributes, int threads, void* base) : arena(base) {
-    const Scheme& scheme = *find_scheme(attributes.scheme);
-    const std::int64_t panel_bytes =
-        std::max(Matrix::w13(s, attributes).scratch_bytes(), Matrix::w2(s, attributes).scratch_bytes());
+  Buffers(const Shape& s, const Scheme& scheme, std::int64_t panel_bytes, int threads, void* base) : arena(base) {
     const std::int64_t tokens = chunk_tokens(s, scheme), pairs = tokens * s.K;
     hidden_block = round_up(std::min<std::int64_t>(kActivationGroup, s.F), kPanelColumns);
     out_panels = std::clamp<std::int64_t>(kOutFloats / (pairs * kPanelColumns), 1, kMaxOutPanels);
@@ -118,7 +120,7 @@ class Experts {
         w13_(Matrix::w13(shape, attributes)),
         w2_(Matrix::w2(shape, attributes)),
         gemm_(w13_.gemm(kernel)),
-        buffers_(shape, attributes, parallel.threads, workspace) {
+        buffers_(shape, scheme_, panel_bytes(w13_, w2_), parallel.threads, workspace) {
     const std::int64_t pairs = chunk_tokens(shape, scheme_) * shape.K;
     for (std::int64_t p = 0; p < pairs; ++p) buffers_.identity[p] = static_cast<std::int32_t>(p);
   }
@@ -278,7 +280,8 @@ class Experts {
 }  // namespace
 
 std::size_t experts_workspace_bytes(const Shape& shape, const ExpertAttributes& attributes, int threads) {
-  return Buffers(shape, attributes, threads, nullptr).arena.used();
+  const std::int64_t decoded = panel_bytes(Matrix::w13(shape, attributes), Matrix::w2(shape, attributes));
+  return Buffers(shape, *find_scheme(attributes.scheme), decoded, threads, nullptr).arena.used();
 }
 
 Status quantized_experts(const Shape& shape, const ExpertAttributes& attributes, const ExpertTensors& tensors,
