@@ -19,11 +19,6 @@ inline std::int8_t e2m1_from_float(float value) {
   return static_cast<std::int8_t>(value < 0.0f && magnitude != 0 ? magnitude + 8 : magnitude);
 }
 
-inline float float_from_e2m1(std::int8_t code) {
-  constexpr float values[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-  return code & 8 ? -values[code & 7] : values[code & 7];
-}
-
 // A finite value.
 inline std::int8_t e4m3_from_float(float value) {
   const float v = std::fmin(std::fabs(value), kE4m3Max);

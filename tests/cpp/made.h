@@ -10,7 +10,6 @@
 #include <limits>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "gemm/registry.h"
@@ -18,6 +17,7 @@
 #include "moepack/ffn.h"
 #include "moepack/isa.h"
 #include "moepack/packed.h"
+#include "started_threads.h"
 
 namespace moepack::made {
 
@@ -41,6 +41,18 @@ class Random {
  private:
   std::mt19937 engine_;
 };
+
+// Bell-shaped like trained weights.
+inline std::vector<float> trained(std::int64_t n, float factor, std::uint32_t seed = 1) {
+  Random random(seed);
+  std::vector<float> w;
+  for (std::int64_t i = 0; i < n; ++i) {
+    float sum = 0.0f;
+    for (int j = 0; j < 8; ++j) sum += random.uniform(-1.0f, 1.0f);
+    w.push_back(sum * 0.02f * factor);
+  }
+  return w;
+}
 
 // The contract of op.md: equal bits, where NaN equals NaN.
 inline bool same(float a, float b) { return (a != a && b != b) || bits_of(a) == bits_of(b); }
@@ -108,19 +120,6 @@ inline const gemm::Kernel& kernel_of(const std::string& isa) {
   const gemm::Kernel* kernel = nullptr;
   EXPECT_TRUE(gemm::active_kernel(kernel).ok());
   return *kernel;
-}
-
-// A pool that starts its threads anew in every call.
-inline ParallelFor threads(int n) {
-  if (n == 1) return serial();
-  return {n,
-          [](void*, int count, void (*body)(void*, int), void* argument) {
-            std::vector<std::thread> others;
-            for (int i = 1; i < count; ++i) others.emplace_back(body, argument, i);
-            body(argument, 0);
-            for (std::thread& other : others) other.join();
-          },
-          nullptr};
 }
 
 // `bytes` of scratch at an address that is 64-byte aligned and no more, full of NaNs, between guards.

@@ -32,7 +32,7 @@ TEST(Minifloat, E2m1RoundsToNearestEven) {
         nearest(std::fabs(value), 8, [](int code) { return plain::e2m1(static_cast<std::int8_t>(code)); });
     const std::int8_t code = e2m1_from_float(value);
     EXPECT_EQ(code & 7, magnitude) << value;
-    EXPECT_EQ(float_from_e2m1(code), plain::e2m1(code));
+    EXPECT_EQ(std::fabs(plain::e2m1(code)), plain::e2m1(static_cast<std::int8_t>(magnitude)));
     EXPECT_EQ(code >> 3 & 1, magnitude != 0 && value < 0.0f) << value;
   }
 }
@@ -60,17 +60,6 @@ TEST(Minifloat, E4m3RoundsToNearestEvenAndSaturates) {
   }
   EXPECT_EQ(e4m3_from_float(1e30f), 0x7e);
   EXPECT_EQ(e4m3_from_float(-1e30f), static_cast<std::int8_t>(0xfe));
-}
-
-std::vector<float> trained(std::int64_t n, float factor, std::uint32_t seed) {
-  made::Random random(seed);
-  std::vector<float> w;
-  for (std::int64_t i = 0; i < n; ++i) {
-    float sum = 0.0f;
-    for (int j = 0; j < 8; ++j) sum += random.uniform(-1.0f, 1.0f);
-    w.push_back(sum * 0.02f * factor);
-  }
-  return w;
 }
 
 // What quantize_search gives back, through a blob.
@@ -103,7 +92,7 @@ double sqnr(const std::vector<float>& w, const std::vector<double>& q) {
 // mantissa 2^-2 / sqrt(3): 16.8 dB.
 TEST(Minifloat, SignalToNoise) {
   for (const float factor : {1e-30f, 1.0f, 1e30f}) {
-    const std::vector<float> w = trained(16 * 384, factor, 2);
+    const std::vector<float> w = made::trained(16 * 384, factor, 2);
     EXPECT_GT(sqnr(w, round_trip("fp8-b128", w, 384)), 28.8) << factor;
     EXPECT_GT(sqnr(w, round_trip("mxfp4", w, 384)), 16.8) << factor;
   }
@@ -119,7 +108,7 @@ TEST(Minifloat, ItsOwnValuesComeBack) {
 
 TEST(Minifloat, ZerosAndTails) {
   for (const char* name : {"mxfp4", "fp8-b128"}) {
-    std::vector<float> w = trained(3 * 130, 1.0f, 3);
+    std::vector<float> w = made::trained(3 * 130, 1.0f, 3);
     std::fill(w.begin() + 130, w.begin() + 260, -0.0f);
     const std::vector<double> q = round_trip(name, w, 130);
     for (int k = 130; k < 260; ++k) EXPECT_EQ(q[k], 0.0) << name;
@@ -139,7 +128,7 @@ TEST(Minifloat, TheLargestAndTheSmallestNumbersStayFinite) {
 TEST(Minifloat, NonFiniteWeightsAreNamed) {
   for (const char* name : {"mxfp4", "fp8-b128"})
     for (const float bad : {made::kNaN, made::kInf}) {
-      std::vector<float> w = trained(5 * 70, 1.0f, 4), scales(15);
+      std::vector<float> w = made::trained(5 * 70, 1.0f, 4), scales(15);
       w[3 * 70 + 69] = bad;
       std::vector<std::int8_t> codes(w.size());
       const NonFinite at = quantize_search(*find_scheme(name), w.data(), 5, 70, 0, codes.data(), scales.data());

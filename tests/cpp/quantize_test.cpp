@@ -39,18 +39,6 @@ Quantized quantized(const Scheme& scheme, const std::vector<float>& w, std::int6
   return q;
 }
 
-// Bell-shaped like trained weights.
-std::vector<float> trained(std::int64_t n, float factor, std::uint32_t seed = 1) {
-  made::Random random(seed);
-  std::vector<float> w;
-  for (std::int64_t i = 0; i < n; ++i) {
-    float sum = 0.0f;
-    for (int j = 0; j < 8; ++j) sum += random.uniform(-1.0f, 1.0f);
-    w.push_back(sum * 0.02f * factor);
-  }
-  return w;
-}
-
 // packed-format.md, "How scales are chosen", in plain loops: the scale's bits and the codes of one group.
 std::uint16_t plain_search(const Scheme& scheme, const std::vector<float>& w, std::vector<float>& codes) {
   const float low = static_cast<float>(scheme.code_min), high = static_cast<float>(scheme.code_max);
@@ -83,7 +71,7 @@ TEST(Quantize, EqualsTheDocumentedSearch) {
   for (const Scheme* scheme : made::integer_schemes())
     for (const float factor : {1.0f, 1e-33f, 3e30f})
       for (const std::int64_t cols : {1, 31, 33, 128, 200}) {
-        const std::vector<float> w = trained(3 * cols, factor, 17);
+        const std::vector<float> w = made::trained(3 * cols, factor, 17);
         const Quantized q = quantized(*scheme, w, cols);
         for (std::int64_t n = 0; n < 3; ++n)
           for (std::int64_t g = 0; g < ceil_div(cols, scheme->group); ++g) {
@@ -120,7 +108,7 @@ TEST(Quantize, ZeroMatrixIsExactlyZero) {
 
 TEST(Quantize, AZeroRowAmongOthersIsExactlyZero) {
   for (const Scheme* scheme : made::integer_schemes()) {
-    std::vector<float> w = trained(3 * 200, 1.0f);
+    std::vector<float> w = made::trained(3 * 200, 1.0f);
     std::fill(w.begin() + 200, w.begin() + 400, -0.0f);
     const Quantized q = quantized(*scheme, w, 200);
     for (std::int64_t k = 0; k < 200; ++k) {
@@ -153,7 +141,7 @@ TEST(Quantize, RowsFromMinusOneToOneAreOffByHalfAStepAtMost) {
 // A power of two changes nothing but the exponent, as long as the weights stay normal numbers.
 TEST(Quantize, PowersOfTwoChangeTheExponentAlone) {
   for (const Scheme* scheme : made::integer_schemes()) {
-    const std::vector<float> w = trained(4 * 160, 1.0f);
+    const std::vector<float> w = made::trained(4 * 160, 1.0f);
     const Quantized q = quantized(*scheme, w, 160);
     for (const int power : {-77, -60, 20, 110}) {
       std::vector<float> scaled = w;
@@ -168,9 +156,10 @@ TEST(Quantize, PowersOfTwoChangeTheExponentAlone) {
 
 TEST(Quantize, TinyAndHugeExpertsKeepTheirRelativeError) {
   for (const Scheme* scheme : made::integer_schemes()) {
-    const double usual = quantized(*scheme, trained(8 * 256, 1.0f), 256).squared_error(trained(8 * 256, 1.0f));
+    const double usual =
+        quantized(*scheme, made::trained(8 * 256, 1.0f), 256).squared_error(made::trained(8 * 256, 1.0f));
     for (const float factor : {1e-30f, 1e-23f, 1e6f, 1e30f}) {
-      const std::vector<float> w = trained(8 * 256, factor);
+      const std::vector<float> w = made::trained(8 * 256, factor);
       const double error = quantized(*scheme, w, 256).squared_error(w) / (static_cast<double>(factor) * factor);
       EXPECT_NEAR(error / usual, 1.0, 0.02) << scheme->name << " " << factor;
     }
@@ -179,7 +168,7 @@ TEST(Quantize, TinyAndHugeExpertsKeepTheirRelativeError) {
 
 TEST(Quantize, SubnormalWeightsStayFiniteAndProportionate) {
   for (const Scheme* scheme : made::integer_schemes()) {
-    std::vector<float> w = trained(2 * 64, 0x1p-125f);
+    std::vector<float> w = made::trained(2 * 64, 0x1p-125f);
     const Quantized q = quantized(*scheme, w, 64);
     double signal = 0.0;
     for (const float value : w) signal += static_cast<double>(value) * value;
@@ -206,7 +195,7 @@ TEST(Quantize, SmallGroupsBesideAHugeWeight) {
 TEST(Quantize, NonFiniteWeightsAreNamed) {
   for (const Scheme* scheme : made::integer_schemes())
     for (const float bad : {made::kNaN, made::kInf, -made::kInf}) {
-      std::vector<float> w = trained(5 * 70, 1.0f);
+      std::vector<float> w = made::trained(5 * 70, 1.0f);
       w[3 * 70 + 69] = bad;
       w[4 * 70 + 1] = bad;  // the first one is named
       std::vector<std::int8_t> codes(w.size());
@@ -238,7 +227,7 @@ double error_of_amax_rule(const Scheme& scheme, const std::vector<float>& w, std
 TEST(Quantize, NeverWorseThanTheAmaxRule) {
   for (const Scheme* scheme : made::integer_schemes())
     for (std::uint32_t seed = 0; seed < 200; ++seed) {
-      std::vector<float> w = trained(128, 1.0f, seed);
+      std::vector<float> w = made::trained(128, 1.0f, seed);
       if (seed % 3 == 1) w[seed % 128] *= 20.0f;  // an outlier
       if (seed % 3 == 2) w = made::Random(seed).floats(128);
       const Quantized q = quantized(*scheme, w, 128);

@@ -14,10 +14,8 @@ inline const Scheme& scheme(Choices& choices) {
   return schemes_begin()[choices.below(schemes_end() - schemes_begin())];
 }
 
-// Bytes of a scale. Cells take whole lines of 64 bytes: the rest of a group are its 16 scales.
 inline std::size_t scale_bytes(const Scheme& scheme) {
-  const std::int64_t rest = group_bytes(scheme) % kCellBytes;
-  return static_cast<std::size_t>(rest == 0 ? 4 : rest / kPanelColumns);
+  return static_cast<std::size_t>(cell_info(scheme.cell).scale_bytes);
 }
 
 // Of about 1 or less, as fp16, fp32 or a power of two, so that damage elsewhere is not lost in infinities.
@@ -40,7 +38,7 @@ inline std::vector<std::uint8_t> valid_blob(const Scheme& scheme, std::int64_t r
   Memory scales(static_cast<std::size_t>(rows * ceil_div(cols, scheme.group)) * bytes);
   for (std::size_t i = 0; i < scales.size(); i += bytes) make_scale(scales.data() + i, bytes, random);
   std::vector<std::uint8_t> blob(static_cast<std::size_t>(packed_bytes(scheme, rows, cols, order)));
-  pack(scheme, order, rows, cols, codes.data(), reinterpret_cast<const std::uint16_t*>(scales.data()), -3, blob.data());
+  pack(scheme, order, rows, cols, codes.data(), scales.data(), -3, blob.data());
   return blob;
 }
 
@@ -48,7 +46,7 @@ inline std::vector<std::uint8_t> valid_blob(const Scheme& scheme, std::int64_t r
 inline std::vector<std::uint8_t> valid_universal_blob(const Scheme& scheme, std::int64_t bytes, std::mt19937& random) {
   std::vector<std::uint8_t> blob(static_cast<std::size_t>(bytes));
   for (auto& byte : blob) byte = static_cast<std::uint8_t>(random());
-  const std::int32_t bits = scheme.cell == Cell::int4 ? 4 : 8;
+  const std::int32_t bits = cell_info(scheme.cell).bits;
   const std::int32_t header[] = {6712, 1, bits, 0, 0, 8, 16, 2, 0, 0, 0, 0, 0, 0, 0, 0};
   std::memcpy(blob.data(), header, sizeof header);
   const std::size_t codes = static_cast<std::size_t>(8 * scheme.group * bits / 8);

@@ -3,7 +3,6 @@
 #include <array>
 #include <cstring>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "arguments.h"
@@ -12,6 +11,7 @@
 #include "made_call.h"
 #include "memory.h"
 #include "moepack/isa.h"
+#include "started_threads.h"
 #include "target.h"
 
 namespace moepack::fuzz {
@@ -22,17 +22,6 @@ ParallelFor backwards(int threads) {
   return {threads,
           [](void*, int count, void (*body)(void*, int), void* argument) {
             for (int i = count - 1; i >= 0; --i) body(argument, i);
-          },
-          nullptr};
-}
-
-ParallelFor started_threads(int threads) {
-  return {threads,
-          [](void*, int count, void (*body)(void*, int), void* argument) {
-            std::vector<std::thread> others;
-            for (int i = 1; i < count; ++i) others.emplace_back(body, argument, i);
-            body(argument, 0);
-            for (std::thread& other : others) other.join();
           },
           nullptr};
 }
@@ -97,8 +86,8 @@ void test(Choices& choices) {
   ++(expected.message.empty() ? reached.accepted : reached.refused);
   for (int i = 0; i < isa_count(); ++i)
     if (isa_info(i).supported)
-      MOEPACK_PROMISE(same(run(call, isa_info(i).name, started ? started_threads(threads) : backwards(threads)),
-                           expected, element));
+      MOEPACK_PROMISE(
+          same(run(call, isa_info(i).name, started ? made::threads(threads) : backwards(threads)), expected, element));
 }
 
 }  // namespace

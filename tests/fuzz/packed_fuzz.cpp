@@ -43,25 +43,21 @@ void damage(Choices& choices, std::vector<std::uint8_t>& blob) {
 
 void read_everything(const Memory& blob, const PackedHeader& header) {
   const auto size = static_cast<std::int64_t>(blob.size());
-  const Scheme* found = nullptr;
-  for (const Scheme* s = schemes_begin(); s != schemes_end(); ++s)
-    if (static_cast<std::uint16_t>(s->cell) == header.cell && static_cast<std::uint32_t>(s->group) == header.group)
-      found = s;
+  const Scheme* found = find_scheme(header.cell, header.group);
   MOEPACK_PROMISE(found != nullptr);
   const auto order = static_cast<RowOrder>(header.row_order);
   MOEPACK_PROMISE(check_header(blob.data(), size, *found, header.rows, header.cols, order).ok());
   const std::size_t rows = header.rows, cols = header.cols;
   Memory codes(rows * cols),
       scales(rows * static_cast<std::size_t>(ceil_div(header.cols, found->group)) * scale_bytes(*found));
-  unpack(blob.data(), reinterpret_cast<std::int8_t*>(codes.data()), reinterpret_cast<std::uint16_t*>(scales.data()));
+  unpack(blob.data(), reinterpret_cast<std::int8_t*>(codes.data()), scales.data());
 
   // What was read is what is written: again as a blob, it reads the same.
   Memory again(blob.size()), codes_again(codes.size()), scales_again(scales.size());
-  pack(*found, order, header.rows, header.cols, reinterpret_cast<const std::int8_t*>(codes.data()),
-       reinterpret_cast<const std::uint16_t*>(scales.data()), header.scale_exponent, again.data());
+  pack(*found, order, header.rows, header.cols, reinterpret_cast<const std::int8_t*>(codes.data()), scales.data(),
+       header.scale_exponent, again.data());
   MOEPACK_PROMISE(verify(again.data(), size).ok());
-  unpack(again.data(), reinterpret_cast<std::int8_t*>(codes_again.data()),
-         reinterpret_cast<std::uint16_t*>(scales_again.data()));
+  unpack(again.data(), reinterpret_cast<std::int8_t*>(codes_again.data()), scales_again.data());
   MOEPACK_PROMISE(std::memcmp(codes.data(), codes_again.data(), codes.size()) == 0);
   MOEPACK_PROMISE(std::memcmp(scales.data(), scales_again.data(), scales.size()) == 0);
 }
