@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from moepack import ops
 from moepack.attributes import RoutingAttributes
 from moepack.errors import UnsupportedError
+from moepack.undo import Undoable
 
 OPERATOR = "llama::quantized_moe_ffn"
 ARGUMENTS = (
@@ -31,7 +31,7 @@ _handles = 0
 _eager: torch.library.Library | None = None
 
 
-class Acceleration:
+class Acceleration(Undoable):
     """What `accelerate_upstream` switched on, until `undo()` or the end of a `with`."""
 
     def __init__(self) -> None:
@@ -55,17 +55,6 @@ class Acceleration:
             _handles -= 1
             if _handles == 0:
                 _switch(on=False)
-
-    def __enter__(self) -> Acceleration:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.undo()
 
 
 def accelerate_upstream() -> Acceleration:

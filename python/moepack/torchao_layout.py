@@ -4,7 +4,6 @@ and torchao's packing operators where its own library is missing."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from moepack.errors import UnsupportedError
 from moepack.packing import RowOrder, pack_experts, unpack
 from moepack.quantizer import QuantizedMatrix
+from moepack.undo import Undoable
 from moepack.universal_blob import (
     BITS,
     encode,
@@ -55,7 +55,7 @@ def from_universal(
     return stacked, max(errors)
 
 
-class PackingOps:
+class PackingOps(Undoable):
     """What `install_packing_ops` registered. `undo()` takes it back; so does leaving a `with`."""
 
     def __init__(self, library: torch.library.Library | None) -> None:
@@ -72,17 +72,6 @@ class PackingOps:
             _installed.remove(self._library)
             self._library._destroy()
             self._library = None
-
-    def __enter__(self) -> PackingOps:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.undo()
 
 
 def install_packing_ops() -> PackingOps:
