@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moepack.errors import BadWeights
-from moepack.quantizer import QuantizedMatrix, code_values
+from moepack.quantizer import QuantizedMatrix, code_values, row_windows
 from moepack.schemes import Scheme, scheme
 
 _E8M0_BIAS, _E8M0_NAN = 127, 255
 _E2M1_TO_FP16 = 2.0**-14
-_WINDOW = 1 << 17
 
 
 def kept_mxfp4(codes: Tensor, scales: Tensor, where: str = "weight") -> QuantizedMatrix:
@@ -50,8 +49,7 @@ def recovered(weight: Tensor, scales: Tensor, found: Scheme) -> QuantizedMatrix 
     rows, cols = weight.shape
     codes = torch.empty(rows, cols, dtype=torch.int8)
     by_group = torch.empty(rows, found.groups(cols))
-    step = max(1, _WINDOW // cols)  # rows that stay in a core's cache
-    for window in (slice(first, first + step) for first in range(0, rows, step)):
+    for window in row_windows(rows, cols):
         values, factors = weight[window], scales[window]
         by_group[window] = factors[:, :: found.group]
         spread = by_group[window].repeat_interleave(found.group, dim=1)[:, :cols]

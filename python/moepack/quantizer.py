@@ -54,6 +54,8 @@ class QuantizedMatrix:
         return made.mul_(2.0**self.exponent)
 
 
+_WINDOW = 1 << 17  # elements
+
 SCALE_DTYPES = {"fp16": torch.float16, "e8m0": torch.uint8, "fp32": torch.float32}
 
 _E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -73,6 +75,13 @@ def scale_values(scales: Tensor) -> Tensor:
     if scales.dtype == torch.uint8:
         return (scales.int() << 23).view(torch.float32)
     return scales.float()
+
+
+def row_windows(rows: int, cols: int) -> Iterator[slice]:
+    """All rows, in windows that fit a core's cache: torch's operators on a whole matrix wait for
+    memory."""
+    step = max(1, _WINDOW // cols)
+    return (slice(first, min(rows, first + step)) for first in range(0, rows, step))
 
 
 def quantize(

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from rich.table import Table
 
 from moepack import _core
 from moepack.bench import SHAPES, parse_shape, parse_tokens
-from moepack.bench.layers import Layers
+from moepack.bench.layers import Layers, timed
 from moepack.schemes import SCHEMES
 
 BASE = "int4-g32"
@@ -51,12 +49,6 @@ def all_layers(shape: tuple[int, int, int, int]) -> dict[str, Layers]:
     for name in ("int4-g32", "int8-g32"):
         made[f"{name}, torchao"] = Layers(shape, SCHEMES[name], MIN_LAYER_BYTES, "torchao")
     return made
-
-
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def measure(layers: dict[str, Layers], tokens: int, rounds: int) -> list[Row]:

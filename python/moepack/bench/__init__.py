@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from moepack import _core, huge_pages, ops
-from moepack.bench.layers import Layers
+from moepack.bench.layers import Layers, timed
 from moepack.bench.overhead import Overhead, measured_overhead
 from moepack.errors import UnsupportedError
 from moepack.packing import packed_bytes
@@ -167,13 +166,13 @@ def _measured(
     active: dict[int, list[int]] = {count: [] for count in tokens}
     for step in range(rounds):
         for name, array in memory.items():
-            seconds = _seconds(partial(_core.read_memory, array, threads))
+            seconds = timed(partial(_core.read_memory, array, threads))
             reads[name].append(_READ_BYTES / seconds / 1e9)
         macs = _core.int4_peak(1)
-        peaks.append(macs * _PEAK_ROUNDS / _seconds(partial(_core.int4_peak, _PEAK_ROUNDS)) / 1e9)
+        peaks.append(macs * _PEAK_ROUNDS / timed(partial(_core.int4_peak, _PEAK_ROUNDS)) / 1e9)
         for count in tokens:
             inputs = layers.inputs(count, step + 1)
-            times[count].append(_seconds(partial(layers.call, *inputs)))
+            times[count].append(timed(partial(layers.call, *inputs)))
             active[count].append(inputs[1].unique().numel())
         progress((step + 1) / rounds)
     limits = Limits(
@@ -197,9 +196,3 @@ def _row(layers: Layers, limits: Limits, tokens: int, seconds: list[float], expe
         tokens, 1e3 * median, 1e3 * min(seconds), weights / median / 1e9, macs / median / 1e9,
         macs / weights, 1e3 * shortest,
     )  # fmt: skip
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start

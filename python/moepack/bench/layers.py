@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -76,6 +79,13 @@ class Layers:
             results.append((self.call(x, ids, weights, copy), self.call_with_router(x, copy)))
         if not all(map(torch.equal, *results)):
             raise VerificationError(f"{_core.active_isa()} differs from the scalar kernel")
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of a call, by the clock."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def _made(found: Scheme, rows: int, cols: int, seed: int) -> QuantizedMatrix:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moepack import ops
-from moepack.bench.layers import Layers
+from moepack.bench.layers import Layers, timed
 from moepack.errors import VerificationError
 from moepack.exporter.lowering import write_program
 from moepack.runtime import executorch_runtime, set_threads, thread_count
@@ -85,12 +84,12 @@ def measured_overhead(layers: Layers, rounds: int) -> Overhead:
         chains: dict[int, list[float]] = {n: [] for n in programs}
         for step in range(1, rounds + 1):
             x, ids, weights, copy = layers.inputs(1, step)
-            times["experts"].append(_seconds(partial(layers.call, x, ids, weights, copy)))
-            times["ffn"].append(_seconds(partial(layers.call_with_router, x, copy)))
-            times["after"].append(_seconds(tiny_call))
-            times["alone"].append(_seconds(partial(_repeat, tiny_call)) / _REPEATS)
+            times["experts"].append(timed(partial(layers.call, x, ids, weights, copy)))
+            times["ffn"].append(timed(partial(layers.call_with_router, x, copy)))
+            times["after"].append(timed(tiny_call))
+            times["alone"].append(timed(partial(_repeat, tiny_call)) / _REPEATS)
             for n, program in programs.items():
-                chains[n].append(_seconds(partial(_repeat, program)) / _REPEATS)
+                chains[n].append(timed(partial(_repeat, program)) / _REPEATS)
     median = {name: 1e6 * statistics.median(found) for name, found in times.items()}
     one, many = (1e6 * statistics.median(found) for found in chains.values())
     return Overhead(
@@ -150,9 +149,3 @@ def _program(
 def _repeat(call: Callable[[], object]) -> None:
     for _ in range(_REPEATS):
         call()
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -24,7 +23,7 @@ from moepack.exporter import ExportResult, export
 from moepack.manifest import PROGRAM, package_versions
 from moepack.runtime import Generation, Program, Sampling, stream_text, thread_count
 from moepack.staging import require_output
-from moepack.threads import require_threads
+from moepack.threads import one_thread_each, require_threads
 from moepack.tokenizer import Tokenizer
 
 MODEL = Path(__file__).parent / "model"
@@ -132,7 +131,7 @@ def run(
         require_output(out_dir, force, [MODEL])
     watcher = audience or Audience()
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="moepack-demo-") as scratch, _single_thread():
+    with tempfile.TemporaryDirectory(prefix="moepack-demo-") as scratch, one_thread_each():
         target = out_dir or Path(scratch) / "demo"
         result = _run(watcher, target, force, threads, heldout_tokens, began)
     watcher.show(result)
@@ -140,17 +139,6 @@ def run(
     if failed:
         raise VerificationError("; ".join(f"{check.name}: {check.found}" for check in failed))
     return result
-
-
-@contextmanager
-def _single_thread() -> Iterator[None]:
-    """For torch, whose threads mostly wait for each other on a model this small. Restored after."""
-    kept = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(kept)
 
 
 def _run(

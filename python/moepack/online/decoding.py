@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from moepack.errors import BadWeights
+from moepack.quantizer import row_windows
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # In the order of their bytes: two 4-bit codes each, the even element in the low nibble.
 BYTES = (torch.int8, torch.uint8)
-_WINDOW = 1 << 17
 _E4M3_SHIFT, _E4M3_MASK, _E4M3_BIAS = 7, -0x4001, 2.0**8
 _E2M1_BIAS = 2.0**14
 
@@ -106,12 +106,11 @@ _WIDEN: dict[torch.dtype, Callable[[Tensor, Tensor], Tensor]] = {
 
 def _windows(rows: int, cols: int, height: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows that fit a cache and do not cross a border of blocks; 1: rows have none."""
-    most = max(1, _WINDOW // max(1, cols))
     block = rows if height == 1 else height
     for begin in range(0, rows, block):
         end = min(rows, begin + block)
-        for first in range(begin, end, most):
-            yield first, min(end, first + most)
+        for window in row_windows(end - begin, max(1, cols)):
+            yield begin + window.start, begin + window.stop
 
 
 def _block(count: int, size: int, name: str) -> int:

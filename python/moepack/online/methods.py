@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,8 +21,6 @@ from moepack.quantizer import QuantizedMatrix
 from moepack.schemes import Scheme
 from moepack.schemes import scheme as scheme_of
 from moepack.verification import SQNR_FLOOR_DB
-
-_WINDOW = 1 << 17
 
 
 class OnlineMethod(ABC):
@@ -139,7 +137,7 @@ def sqnr_db(weight: Tensor, matrix: QuantizedMatrix) -> float:
     # In units of the matrix's own exponent: squares of faint weights underflow.
     unit = replace(matrix, exponent=0)
     signal = noise = 0.0
-    for rows in _windows(matrix):
+    for rows in quantizer.row_windows(*matrix.codes.shape):
         exact = weight[rows].float() * 2.0**-matrix.exponent
         error = _rows_of(unit, rows).dequantize().sub_(exact)
         signal += _energy(exact)
@@ -147,13 +145,6 @@ def sqnr_db(weight: Tensor, matrix: QuantizedMatrix) -> float:
     if noise == 0.0:
         return math.inf
     return 10.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf
-
-
-def _windows(matrix: QuantizedMatrix) -> Iterator[slice]:
-    """Rows that fit a core's cache: in one piece, comparing takes longer than quantizing."""
-    rows, cols = matrix.codes.shape
-    step = max(1, _WINDOW // cols)
-    return (slice(first, first + step) for first in range(0, rows, step))
 
 
 def _rows_of(matrix: QuantizedMatrix, rows: slice) -> QuantizedMatrix:
