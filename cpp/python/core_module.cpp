@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "arguments.h"
+#include "moepack/compare.h"
+#include "moepack/decode.h"
 #include "moepack/isa.h"
 #include "moepack/limits.h"
 #include "moepack/packed.h"
@@ -106,7 +108,7 @@ void pack(const std::string& name, int order, const Codes& codes, const Scales& 
   bool in_range = true;
   {
     const py::gil_scoped_release release;
-    for (std::int64_t i = 0; i < rows * cols; ++i) in_range &= moepack::is_code(scheme, code[i]);
+    in_range = moepack::are_codes(scheme, code, rows * cols);
     if (in_range) moepack::pack(scheme, row_order(order), rows, cols, code, scale, exponent, out);
   }
   if (!in_range) throw py::value_error("codes: expected " + code_range(scheme) + " for " + name);
@@ -172,6 +174,42 @@ std::optional<std::pair<std::int64_t, std::int64_t>> quantize_search(const std::
   }
   if (found.row < 0) return std::nullopt;
   return std::pair{found.row, found.col};
+}
+
+std::pair<double, double> compare(const std::string& name, const Weights& weights, const Codes& codes,
+                                  const Scales& scales, std::int32_t exponent) {
+  const Scheme& scheme = scheme_named(name);
+  const auto [rows, cols] = matrix_shape(scheme, codes, scales);
+  require(weights.ndim() == 2 && weights.shape(0) == rows && weights.shape(1) == cols,
+          "weights: expected the shape of codes");
+  const float* weight = weights.data();
+  const std::int8_t* code = codes.data();
+  const void* scale = scales.data();
+  const py::gil_scoped_release release;
+  const moepack::Squares found = moepack::compare(scheme, weight, rows, cols, code, scale, exponent);
+  return {found.weights, found.errors};
+}
+
+void decode(const Weights& table, const Bytes& bytes, const Weights& factors, std::int64_t block_rows,
+            std::int64_t block_cols, Weights& weights) {
+  require(table.ndim() == 2 && table.shape(0) == 256 && (table.shape(1) == 1 || table.shape(1) == 2),
+          "table: expected [256, 1 or 2]");
+  require(bytes.ndim() == 2 && factors.ndim() == 2 && weights.ndim() == 2,
+          "bytes, factors, weights: expected two dimensions");
+  const int per_byte = static_cast<int>(table.shape(1));
+  const std::int64_t rows = bytes.shape(0), cols = bytes.shape(1) * per_byte;
+  require(weights.shape(0) == rows && weights.shape(1) == cols, "weights: expected the shape of the codes");
+  require(block_rows > 0 && block_cols > 0 && (block_cols % per_byte == 0 || block_cols >= cols),
+          "blocks: expected whole bytes");
+  require(factors.shape(0) == moepack::ceil_div(rows, block_rows) &&
+              factors.shape(1) == moepack::ceil_div(cols, block_cols),
+          "factors: expected one for each block");
+  const moepack::ByteValues values{table.data(), per_byte};
+  const moepack::BlockFactors grid{factors.data(), block_rows, block_cols};
+  const std::uint8_t* byte = bytes.data();
+  float* weight = weights.mutable_data();
+  const py::gil_scoped_release release;
+  moepack::decode(values, byte, rows, cols, grid, weight);
 }
 
 std::vector<std::tuple<std::string, bool, bool>> isa_table() {
@@ -282,6 +320,12 @@ PYBIND11_MODULE(_core, m) {
   m.def("quantize_search", quantize_search, py::arg("scheme"), py::arg("weights").noconvert(), py::arg("exponent"),
         py::arg("codes").noconvert(), py::arg("scales").noconvert(),
         "Fills codes and scales; returns (row, column) of the first weight that is not finite, or None.");
+  m.def("compare", compare, py::arg("scheme"), py::arg("weights").noconvert(), py::arg("codes").noconvert(),
+        py::arg("scales").noconvert(), py::arg("exponent"),
+        "Sums of squares of the weights, and of what codes and scales leave of them.");
+  m.def("decode", decode, py::arg("table").noconvert(), py::arg("bytes").noconvert(), py::arg("factors").noconvert(),
+        py::arg("block_rows"), py::arg("block_cols"), py::arg("weights").noconvert(),
+        "weights = table[bytes] * factor of the block; the table has one or two values for each byte.");
   m.def("isa_table", isa_table, "Instruction sets, best first: name, supported here, chosen by default.");
   m.def("active_isa", active_isa);
   m.def("force_isa", force_isa, py::arg("name").none(true));

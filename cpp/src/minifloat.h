@@ -19,6 +19,11 @@ inline std::int8_t e2m1_from_float(float value) {
   return static_cast<std::int8_t>(value < 0.0f && magnitude != 0 ? magnitude + 8 : magnitude);
 }
 
+inline float e2m1_value(std::uint8_t code) {
+  constexpr float kMagnitudes[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, kE2m1Max};
+  return code & 8 ? -kMagnitudes[code & 7] : kMagnitudes[code & 7];
+}
+
 // A finite value.
 inline std::int8_t e4m3_from_float(float value) {
   const float v = std::fmin(std::fabs(value), kE4m3Max);
@@ -30,6 +35,14 @@ inline std::int8_t e4m3_from_float(float value) {
     code = (bits + 0x7ffff + (bits >> 20 & 1)) / 0x100000 - (120u << 3);
   }
   return static_cast<std::int8_t>(code | (std::signbit(value) ? 0x80 : 0));
+}
+
+// Of a code that is no NaN.
+inline float e4m3_value(std::uint8_t code) {
+  const std::uint32_t magnitude = code & 0x7fu;
+  const float value =
+      magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f : float_from_bits((magnitude << 20) + (120u << 23));
+  return code & 0x80 ? -value : value;
 }
 
 }  // namespace moepack

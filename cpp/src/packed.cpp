@@ -96,9 +96,10 @@ void read_cells(const Scheme& scheme, const std::uint8_t* in, PanelGroup& group)
 void pack_panel(const Scheme& scheme, PanelRows panel, std::int64_t cols, const std::int8_t* codes,
                 const std::uint8_t* scales, std::uint8_t* out) {
   const std::int64_t groups = ceil_div(cols, scheme.group), scale_bytes = cell_info(scheme.cell).scale_bytes;
+  PanelGroup group{};  // columns that no row fills stay zero
   for (std::int64_t g = 0; g < groups; ++g, out += group_bytes(scheme)) {
-    PanelGroup group{};
     const std::int64_t k = g * scheme.group, length = std::min<std::int64_t>(scheme.group, cols - k);
+    if (length < scheme.group) group = {};
     std::uint8_t* group_scales = out + group_bytes(scheme) - kPanelColumns * scale_bytes;
     std::memset(group_scales, 0, static_cast<std::size_t>(kPanelColumns * scale_bytes));
     for (std::int64_t c = 0; c < panel.count; ++c) {
@@ -178,6 +179,18 @@ std::int64_t panel_count(std::int64_t rows, RowOrder order) {
 
 std::int64_t packed_bytes(const Scheme& scheme, std::int64_t rows, std::int64_t cols, RowOrder order) {
   return static_cast<std::int64_t>(sizeof(PackedHeader)) + panel_count(rows, order) * panel_bytes(scheme, cols);
+}
+
+bool are_codes(const Scheme& scheme, const std::int8_t* codes, std::int64_t count) {
+  if (scheme.cell == Cell::int8) return true;
+  std::uint8_t bad = 0;
+  if (scheme.cell == Cell::fp8) {
+    for (std::int64_t i = 0; i < count; ++i) bad |= (codes[i] & 0x7f) == 0x7f;
+  } else {
+    const auto min = static_cast<std::int8_t>(scheme.code_min), max = static_cast<std::int8_t>(scheme.code_max);
+    for (std::int64_t i = 0; i < count; ++i) bad |= (codes[i] < min) | (codes[i] > max);
+  }
+  return bad == 0;
 }
 
 Status read_header(const std::uint8_t* blob, std::int64_t bytes, PackedHeader& header) {

@@ -3,18 +3,10 @@
 #include <algorithm>
 #include <cmath>
 
+#include "clones.h"
 #include "half.h"
 #include "minifloat.h"
 #include "moepack/packed.h"
-
-// Same source, same order of operations, wider registers where the CPU has them: the bytes stay the same.
-#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__linux__)
-#define MOEPACK_CLONES [[gnu::target_clones("avx2", "default")]]
-#define MOEPACK_INLINE [[gnu::always_inline]] inline
-#else
-#define MOEPACK_CLONES
-#define MOEPACK_INLINE inline
-#endif
 
 namespace moepack {
 namespace {
@@ -159,18 +151,27 @@ MOEPACK_CLONES void quantize_row(const Scheme& scheme, const float* weights, std
   quantize_row_of(scheme, weights, cols, shrink, codes, scales);
 }
 
-template <class Scale>
-void quantize_rows(const Scheme& scheme, const float* weights, std::int64_t rows, std::int64_t cols, float shrink,
-                   std::int8_t* codes, Scale* scales) {
-  const std::int64_t groups = ceil_div(cols, scheme.group);
-  for (std::int64_t r = 0; r < rows; ++r)
-    quantize_row(scheme, weights + r * cols, cols, shrink, codes + r * cols, scales + r * groups);
+// The largest |w|; not finite if any weight is not. As integers: their maximum has no order of operations to keep.
+MOEPACK_CLONES float largest_magnitude_of(const float* w, std::int64_t count) {
+  std::uint32_t largest = 0;
+  for (std::int64_t i = 0; i < count; ++i) largest = std::max(largest, bits_of(w[i]) & 0x7fffffffu);
+  return float_from_bits(largest);
 }
 
-NonFinite first_non_finite(const float* weights, std::int64_t rows, std::int64_t cols) {
-  for (std::int64_t r = 0; r < rows; ++r)
-    for (std::int64_t c = 0; c < cols; ++c)
-      if (!std::isfinite(weights[r * cols + c])) return {r, c};
+NonFinite first_non_finite(const float* row, std::int64_t r, std::int64_t cols) {
+  const float* bad = std::find_if(row, row + cols, [](float w) { return !std::isfinite(w); });
+  return {r, bad - row};
+}
+
+template <class Scale>
+NonFinite quantize_rows(const Scheme& scheme, const float* weights, std::int64_t rows, std::int64_t cols, float shrink,
+                        std::int8_t* codes, Scale* scales) {
+  const std::int64_t groups = ceil_div(cols, scheme.group);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const float* row = weights + r * cols;
+    if (!std::isfinite(largest_magnitude_of(row, cols))) return first_non_finite(row, r, cols);
+    quantize_row(scheme, row, cols, shrink, codes + r * cols, scales + r * groups);
+  }
   return {};
 }
 
@@ -178,27 +179,21 @@ NonFinite first_non_finite(const float* weights, std::int64_t rows, std::int64_t
 
 std::int32_t scale_exponent(const Scheme& scheme, const float* weights, std::int64_t count) {
   if (cell_info(scheme.cell).scale != ScaleType::fp16) return 0;
-  float amax = 0.0f;
-  for (std::int64_t i = 0; i < count; ++i) amax = std::max(amax, std::fabs(weights[i]));
-  if (amax == 0.0f) return 0;
+  const float amax = largest_magnitude_of(weights, count);
+  if (amax == 0.0f || !std::isfinite(amax)) return 0;
   return std::max(std::ilogb(amax) - 14, -126);
 }
 
 NonFinite quantize_search(const Scheme& scheme, const float* weights, std::int64_t rows, std::int64_t cols,
                           std::int32_t exponent, std::int8_t* codes, void* scales) {
-  const NonFinite bad = first_non_finite(weights, rows, cols);
-  if (bad.row >= 0) return bad;
   const float shrink = std::ldexp(1.0f, -exponent);
   switch (cell_info(scheme.cell).scale) {
     case ScaleType::fp16:
-      quantize_rows(scheme, weights, rows, cols, shrink, codes, static_cast<std::uint16_t*>(scales));
-      break;
+      return quantize_rows(scheme, weights, rows, cols, shrink, codes, static_cast<std::uint16_t*>(scales));
     case ScaleType::e8m0:
-      quantize_rows(scheme, weights, rows, cols, shrink, codes, static_cast<std::uint8_t*>(scales));
-      break;
+      return quantize_rows(scheme, weights, rows, cols, shrink, codes, static_cast<std::uint8_t*>(scales));
     case ScaleType::fp32:
-      quantize_rows(scheme, weights, rows, cols, shrink, codes, static_cast<float*>(scales));
-      break;
+      return quantize_rows(scheme, weights, rows, cols, shrink, codes, static_cast<float*>(scales));
   }
   return {};
 }

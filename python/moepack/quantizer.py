@@ -58,13 +58,13 @@ _WINDOW = 1 << 17  # elements
 
 SCALE_DTYPES = {"fp16": torch.float16, "e8m0": torch.uint8, "fp32": torch.float32}
 
-_E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def code_values(found: Scheme, codes: Tensor) -> Tensor:
     """What codes int8 [...] stand for, fp32, in units of their scale."""
     if found.cell == "mxfp4":
-        return torch.cat([_E2M1_VALUES, -_E2M1_VALUES])[codes.long()]
+        return torch.cat([E2M1_VALUES, -E2M1_VALUES])[codes.long()]
     if found.cell == "fp8":
         return codes.view(torch.float8_e4m3fn).float()
     return codes.float()
@@ -75,6 +75,17 @@ def scale_values(scales: Tensor) -> Tensor:
     if scales.dtype == torch.uint8:
         return (scales.int() << 23).view(torch.float32)
     return scales.float()
+
+
+def squares(weight: Tensor, matrix: QuantizedMatrix) -> tuple[float, float]:
+    """The sum of the squares of a float matrix [N, K], and of its difference to `matrix`."""
+    return _core.compare(
+        matrix.scheme.name,
+        weight.to("cpu", torch.float32).contiguous().numpy(),
+        matrix.codes.contiguous().numpy(),
+        matrix.scales.contiguous().numpy(),
+        matrix.exponent,
+    )
 
 
 def row_windows(rows: int, cols: int) -> Iterator[slice]:

@@ -62,6 +62,13 @@ TEST(Minifloat, E4m3RoundsToNearestEvenAndSaturates) {
   EXPECT_EQ(e4m3_from_float(-1e30f), static_cast<std::int8_t>(0xfe));
 }
 
+TEST(Minifloat, ValuesOfEveryCode) {
+  for (int code = 0; code < 16; ++code)
+    EXPECT_EQ(e2m1_value(static_cast<std::uint8_t>(code)), plain::e2m1(static_cast<std::int8_t>(code)));
+  for (int code = -127; code < 127; ++code)  // all but the two NaNs
+    EXPECT_EQ(e4m3_value(static_cast<std::uint8_t>(code)), plain::e4m3(static_cast<std::int8_t>(code)));
+}
+
 // What quantize_search gives back, through a blob.
 std::vector<double> round_trip(const char* name, const std::vector<float>& w, std::int64_t cols) {
   const Scheme& scheme = *find_scheme(name);

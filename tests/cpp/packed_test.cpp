@@ -317,5 +317,16 @@ TEST_F(Refusal, VerifyFindsDamageOfThePayload) {
   }
 }
 
+TEST(Packed, CodesThatABlobMayHold) {
+  for (const Scheme* scheme = schemes_begin(); scheme != schemes_end(); ++scheme)
+    for (int code = -128; code < 128; ++code)
+      for (const std::size_t at : {0, 100, 128}) {
+        std::vector<std::int8_t> codes(129, 1);
+        codes[at] = static_cast<std::int8_t>(code);
+        EXPECT_EQ(are_codes(*scheme, codes.data(), 129), is_code(*scheme, codes[at])) << scheme->name << " " << code;
+      }
+  EXPECT_TRUE(are_codes(*find_scheme("mxfp4"), nullptr, 0));
+}
+
 }  // namespace
 }  // namespace moepack

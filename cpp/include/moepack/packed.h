@@ -63,6 +63,9 @@ Status read_header(const std::uint8_t* blob, std::int64_t bytes, PackedHeader& h
 // read_header, then the checksum of the payload.
 Status verify(const std::uint8_t* blob, std::int64_t bytes);
 
+// Is each of them one, as is_code says of a single number?
+bool are_codes(const Scheme& scheme, const std::int8_t* codes, std::int64_t count);
+
 // codes [rows, cols] int8, scales [rows, ceil(cols/group)] in the cell's type -> blob of packed_bytes(...) bytes.
 void pack(const Scheme& scheme, RowOrder order, std::int64_t rows, std::int64_t cols, const std::int8_t* codes,
           const void* scales, std::int32_t scale_exponent, std::uint8_t* blob);

@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from moepack import minifloat, packing, quantizer
@@ -120,6 +118,7 @@ def pack_into(
     if kept is not None:
         destination.copy_(packing.pack(kept, row_order, layout))
         return Packed(math.inf, is_kept=True)
+    weight = weight.float().contiguous()  # once, for what follows
     matrix = method.quantize(weight, where)
     found = sqnr_db(weight, matrix)
     floor = method.floor_db() if floor_db is None else floor_db
@@ -134,23 +133,7 @@ def pack_into(
 
 def sqnr_db(weight: Tensor, matrix: QuantizedMatrix) -> float:
     """Signal to quantization noise of the weights: infinite without noise, 0 / 0 included."""
-    # In units of the matrix's own exponent: squares of faint weights underflow.
-    unit = replace(matrix, exponent=0)
-    signal = noise = 0.0
-    for rows in quantizer.row_windows(*matrix.codes.shape):
-        exact = weight[rows].float() * 2.0**-matrix.exponent
-        error = _rows_of(unit, rows).dequantize().sub_(exact)
-        signal += _energy(exact)
-        noise += _energy(error)
+    signal, noise = quantizer.squares(weight, matrix)
     if noise == 0.0:
         return math.inf
     return 10.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf
-
-
-def _rows_of(matrix: QuantizedMatrix, rows: slice) -> QuantizedMatrix:
-    return replace(matrix, codes=matrix.codes[rows], scales=matrix.scales[rows])
-
-
-def _energy(values: Tensor) -> float:
-    flat = values.flatten()
-    return float(torch.dot(flat, flat))
