@@ -65,16 +65,22 @@ def packed_bytes(
         raise PackedFormatError(str(error)) from None
 
 
-def pack(matrix: QuantizedMatrix, row_order: RowOrder = "plain", layout: str = "moepack") -> Tensor:
-    """A quantized matrix as one blob, uint8 [bytes].
+def pack(
+    matrix: QuantizedMatrix,
+    row_order: RowOrder = "plain",
+    layout: str = "moepack",
+    out: Tensor | None = None,
+) -> Tensor:
+    """A quantized matrix as one blob, uint8 [bytes]; in `out`, contiguous, if it is given.
 
     `row_order="gate_up"`: the rows are [gate; up], an even number; torchao's layout keeps them in
     this order in the bytes as well. Raises PackedFormatError on codes outside the scheme's range
     and on shapes that do not fit each other, UnsupportedError on what the layout cannot hold.
     """
-    blob = torch.empty(_size(matrix, row_order, layout), dtype=torch.uint8)
-    _pack_into(matrix, row_order, layout, blob)
-    return blob
+    if out is None:
+        out = torch.empty(_size(matrix, row_order, layout), dtype=torch.uint8)
+    _pack_into(matrix, row_order, layout, out)
+    return out
 
 
 def _size(matrix: QuantizedMatrix, row_order: RowOrder, layout: str) -> int:

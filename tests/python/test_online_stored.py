@@ -98,6 +98,11 @@ def test_scales_that_fit_no_blocks_are_named() -> None:
         decode_scaled(torch.zeros(64, 64).to(torch.float8_e4m3fn), torch.ones(3, 1), "layer.w")
 
 
+def test_a_scale_for_half_a_byte_is_refused() -> None:
+    with pytest.raises(BadWeights, match=r"layer\.w: one scale for 1 columns"):
+        decode_scaled(torch.zeros(4, 8, dtype=torch.uint8), torch.ones(4, 16), "layer.w")
+
+
 def test_scales_that_do_not_come_are_named() -> None:
     decoder = Decoder()
     values = StoredTensor.of("a.weight", torch.zeros(2, 2).to(torch.float8_e4m3fn))

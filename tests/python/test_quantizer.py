@@ -21,7 +21,14 @@ from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor 
 )
 
 from moepack.errors import BadWeights, UnsupportedError
-from moepack.quantizer import QuantizedMatrix, Rule, from_torchao, quantize, quantize_experts
+from moepack.quantizer import (
+    QuantizedMatrix,
+    Rule,
+    from_torchao,
+    quantize,
+    quantize_experts,
+    squares,
+)
 from moepack.schemes import SCHEMES, Scheme, scheme
 
 RULES: list[Rule] = ["search", "torchao"]
@@ -363,3 +370,15 @@ def test_other_tensors_are_refused_by_name() -> None:
 def test_int8_tensors_per_group() -> None:
     result = from_torchao(Int8Tensor.from_hp(torch.randn(4, 128), PerGroup(64)))
     assert result.scheme.name == "int8-g64"
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMES))
+@pytest.mark.parametrize("factor", [1e-30, 1.0, 1e25])
+def test_squares_are_those_of_the_weights_and_of_what_is_lost(name: str, factor: float) -> None:
+    weight = factor * torch.randn(5, 200, generator=torch.Generator().manual_seed(0))
+    matrix = quantize(weight, name)
+    exact = weight.double()
+    lost = exact - matrix.dequantize().double()
+    signal, noise = squares(weight, matrix)
+    assert signal == pytest.approx(float(exact.square().sum()), rel=1e-5)
+    assert noise == pytest.approx(float(lost.square().sum()), rel=1e-3)

@@ -21,17 +21,18 @@ from moepack.families import BlockSpec, ExpertsSpec, FoundBlock
 from moepack.modules import PackedExperts
 from moepack.online.methods import OnlineMethod, Packed, pack_into
 from moepack.online.rooms import Slot, spec_of
+from moepack.online.stacks import Stack
 from moepack.online.unit import Unit
 from moepack.placement import PackedTensors, build, placed, stacked_biases
 from moepack.planner import BlockPlan
 from moepack.threads import one_thread_each
 
-# (block path, "packed_w13" or "packed_w2", [E, bytes]) -> the uint8 tensor where the result lives
-Allocate = Callable[[str, str, tuple[int, int]], Tensor]
+# (block path, "packed_w13" or "packed_w2", [E, bytes]) -> where the result goes
+Allocate = Callable[[str, str, tuple[int, int]], Stack]
 
 
-def in_memory(path: str, name: str, shape: tuple[int, int]) -> Tensor:
-    return huge_pages.empty(*shape)
+def in_memory(path: str, name: str, shape: tuple[int, int]) -> Stack:
+    return Stack(huge_pages.empty(*shape))
 
 
 class OnlineBlock:
@@ -55,7 +56,7 @@ class OnlineBlock:
         self.worst_db = float("inf")  # of the matrices that were quantized
         self.kept = 0  # matrices
         self._allocate, self._floor_db, self._threads = allocate, floor_db, threads
-        self._packed: tuple[Tensor, Tensor] | None = None
+        self._packed: tuple[Stack, Stack] | None = None
         self.done: set[int] = set()
         self._slots: queue.SimpleQueue[Slot] | None = None
 
@@ -109,7 +110,8 @@ class OnlineBlock:
         spec = spec_of(self.found.module)
         self.spec = spec
         biases = stacked_biases(spec.packed_experts(self._is_fused))
-        packed = PackedTensors(*self._results(), *biases)
+        w13, w2 = self._results()
+        packed = PackedTensors(w13.tensor, w2.tensor, *biases)
         self._slots = self._packed = None  # the module alone holds the result from here on
         return build(spec, self.decision, self.found.module, packed)
 
@@ -156,8 +158,13 @@ class OnlineBlock:
             for _ in range(self._threads):
                 self._slots.put(Slot(block, self.stacks, self._is_fused))
 
+        ahead = dict(zip(ready, ready[self._threads :], strict=False))
+
         def convert(expert: int) -> list[Packed]:
             assert self._slots is not None
+            if expert in ahead:
+                for unit in stacks.values():
+                    unit.read_ahead(ahead[expert])
             slot = self._slots.get()
             try:
                 values = slot.values.hold(stacks, expert)
@@ -205,7 +212,7 @@ class OnlineBlock:
             "packed_w2": (experts.num_experts, bytes2),
         }
 
-    def _results(self) -> tuple[Tensor, Tensor]:
+    def _results(self) -> tuple[Stack, Stack]:
         if self._packed is None:
             w13, w2 = (self._allocate(self.path, n, shape) for n, shape in self._sizes().items())
             self._packed = (w13, w2)
@@ -217,23 +224,25 @@ class OnlineBlock:
     ) -> list[Packed]:
         w13, w2 = self._results()
         order = experts.attributes.row_order13
-        pairs = (
-            ("w13", w13[expert], ExpertsSpec.w13, order),
-            ("w2", w2[expert], ExpertsSpec.w2, "plain"),
-        )
-        return [
-            pack_into(
-                destination,
+        found = []
+        for name, stack, read, row_order in (
+            ("w13", w13, ExpertsSpec.w13, order),
+            ("w2", w2, ExpertsSpec.w2, "plain"),
+        ):
+            blob = stack.room(expert)
+            packed = pack_into(
+                blob,
                 self.method,
                 read(experts, expert),
-                row_order,  # type: ignore[arg-type]
+                row_order,
                 f"{self.where} expert {expert} {name}",
                 self._floor_db,
                 self.decision.layout,
                 None if scales is None else read(scales, expert),
             )
-            for name, destination, read, row_order in pairs
-        ]
+            stack.put(expert, blob)
+            found.append(packed)
+        return found
 
 
 def _needs(block: nn.Module, spec: BlockSpec, decision: BlockPlan) -> frozenset[str]:

@@ -25,12 +25,13 @@ from moepack.modules import PackedExperts
 from moepack.online.adapter import check_classes
 from moepack.online.blocks import OnlineBlock
 from moepack.online.completeness import require_float, require_places
-from moepack.online.files import MappedFile, copy_tensors, read_entries
+from moepack.online.files import Finishing, MappedFile, copy_tensors, read_entries
 from moepack.online.filling import Filled, Filling
 from moepack.online.loading import Progress, Settings, meta_model, online_blocks, read_config
 from moepack.online.mapping import NameMapping
 from moepack.online.memory import PeakMemory, available_bytes
 from moepack.online.sources import SafetensorsDirectory
+from moepack.online.stacks import FileStack
 from moepack.online.stored import Decoder, StoredTensor
 from moepack.staging import put_in_place, require_output
 from moepack.tokenizer import FILES as TOKENIZER_FILES
@@ -166,7 +167,7 @@ class _Work:
 
         def apply(filled: Filled) -> None:
             for block, new in filled.packed:
-                self._write(block, new)
+                self._write(block, new, finishing)
                 packed.add(block.path)
                 if progress is not None:
                     progress(f"packing {block.where}", done.resumed + len(packed), total)
@@ -174,10 +175,11 @@ class _Work:
         total = len(self.blocks)
         wanted = frozenset().union(*(self.consumed[block.path] for block in todo))
         filling = Filling(self.model, todo, apply, wanted, only_blocks=True)
-        for stored in self._some(wanted):
-            filling.add(stored)
-        filling.end()
-        filling.require_everything()
+        with Finishing() as finishing:
+            for stored in self._some(wanted):
+                filling.add(stored)
+            filling.end()
+            filling.require_everything()
         done.bytes_copied = self._copy_the_rest(progress)
         self._describe()
         for block in self.blocks:
@@ -251,7 +253,7 @@ class _Work:
     def _file_of(self, block: OnlineBlock) -> Path:
         return self.stage / f"experts-{self.blocks.index(block):05d}.safetensors"
 
-    def _allocate(self, path: str, name: str, shape: tuple[int, int]) -> Tensor:
+    def _allocate(self, path: str, name: str, shape: tuple[int, int]) -> FileStack:
         if path not in self.files:
             block = next(b for b in self.blocks if b.path == path)
             shapes = {
@@ -261,9 +263,9 @@ class _Work:
             self.files[path] = MappedFile(
                 self._file_of(block), {f"{prefix}{n}": shape for n, shape in shapes.items()}
             )
-        return self.files[path].tensors[f"{self.prefix[path]}{name}"]
+        return FileStack(self.files[path], f"{self.prefix[path]}{name}")
 
-    def _write(self, block: OnlineBlock, new: PackedExperts) -> None:
+    def _write(self, block: OnlineBlock, new: PackedExperts, finishing: Finishing) -> None:
         file = self.files.pop(block.path)
         prefix = self.prefix[block.path]
         for name, buffer in _own_buffers(new).items():
@@ -271,7 +273,7 @@ class _Work:
                 file.tensors[f"{prefix}{name}"].copy_(buffer.nan_to_num(0.0))
         if block.decision.layout == "moepack":
             packing.verify(new.packed_w13[0])
-        file.finish()
+        finishing.finish(file)
 
     def _copy_the_rest(self, progress: Progress | None) -> int:
         inside = frozenset().union(*self.consumed.values())

@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -22,7 +23,8 @@ _ALIGNMENT = 64
 class MappedFile:
     """A new file of uint8 and fp32 tensors, whose memory is the file's: none of it is anonymous.
 
-    It has its name only when `finish` has put everything on the disk; until then a suffix.
+    `tensors` may be written to, and see what `write` puts there. The file has its name only when
+    `finish` has put everything on the disk; until then a suffix.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class MappedFile:
         with self._draft.open("wb") as file:
             file.write(header)
             file.truncate(len(header) + offset)
+        self._writer = self._draft.open("rb+", buffering=0)
+        self._starts = {n: len(header) + e["data_offsets"][0] for n, e in entries.items()}
         storage = torch.UntypedStorage.from_file(
             str(self._draft), shared=True, nbytes=len(header) + offset
         )
@@ -52,11 +56,46 @@ class MappedFile:
             first, last = (len(header) + end for end in entries[name]["data_offsets"])
             self.tensors[name] = everything[first:last].view(dtype).view(shape)
 
+    def write(self, name: str, row: int, values: Tensor) -> None:
+        """Puts contiguous values in the place of `tensors[name][row]`."""
+        left = memoryview(values.numpy().data).cast("B")
+        offset = self._starts[name] + row * len(left)
+        while left:
+            count = os.pwrite(self._writer.fileno(), left, offset)
+            left, offset = left[count:], offset + count
+
     def finish(self) -> None:
         self.tensors.clear()
-        with self._draft.open("rb+") as file:
+        with self._writer as file:
             os.fsync(file.fileno())
         self._draft.rename(self._path)
+
+
+class Finishing:
+    """Puts finished files on the disk beside other work, one at a time: more would fill memory.
+
+    Leaving it waits for the last one, and raises what went wrong with it.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
+
+    def finish(self, file: MappedFile) -> None:
+        self._wait()
+        self._last = self._thread.submit(file.finish)
+
+    def _wait(self) -> None:
+        if self._last is not None:
+            self._last.result()
+
+    def __enter__(self) -> Finishing:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._thread.shutdown()
+        if error is None:
+            self._wait()
 
 
 def read_entries(file: Path) -> tuple[dict[str, Any], int]:

@@ -116,7 +116,7 @@ def pack_into(
     """
     kept = None if scales is None else method.keep(weight, scales)
     if kept is not None:
-        destination.copy_(packing.pack(kept, row_order, layout))
+        packing.pack(kept, row_order, layout, destination)
         return Packed(math.inf, is_kept=True)
     weight = weight.float().contiguous()  # once, for what follows
     matrix = method.quantize(weight, where)
@@ -127,7 +127,7 @@ def pack_into(
             f"{where}: {method.scheme.name} leaves {found:.1f} dB SQNR; the floor is {floor:g} dB. "
             "Use a finer scheme for this block, or lower the floor: sqnr_floor=..."
         )
-    destination.copy_(packing.pack(matrix, row_order, layout))
+    packing.pack(matrix, row_order, layout, destination)
     return Packed(found, is_kept=False)
 
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from moepack.errors import MoePackError
+from moepack.online.reading import Extent, ReadingRoom, read_extents
 from moepack.online.stored import StoredTensor, natural_key
 
 _DTYPES = {
@@ -44,6 +45,8 @@ class SafetensorsDirectory:
 
     def __init__(self, directory: Path) -> None:
         self._files: dict[str, Any] = {}
+        self._extents: dict[str, Extent] = {}
+        self._room = ReadingRoom()
         self._home: dict[str, str] = {}
         files = sorted(directory.glob("*.safetensors"))
         if not files:
@@ -60,6 +63,7 @@ class SafetensorsDirectory:
                         f"{directory}: {name} is in {self._home[name]} and in {file.name}"
                     )
                 self._home[name] = file.name
+            self._extents.update(read_extents(file))
         self.names: frozenset[str] | None = frozenset(self._home)
 
     def sorted_names(self) -> list[str]:
@@ -74,12 +78,15 @@ class SafetensorsDirectory:
         kind = view.get_dtype()
         if kind not in _DTYPES:
             raise MoePackError(f"{name} is stored as {kind}; supported: {', '.join(_DTYPES)}")
+        dtype, shape, extent = _DTYPES[kind], tuple(view.get_shape()), self._extents[name]
         return StoredTensor(
             name,
-            _DTYPES[kind],
-            tuple(view.get_shape()),
+            dtype,
+            shape,
             read=lambda: file.get_tensor(name),
             part=lambda i: view[i : i + 1],
+            read_once=lambda: self._room.read(extent).view(dtype).view(shape),
+            read_ahead=extent.read_ahead,
         )
 
 

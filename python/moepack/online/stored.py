@@ -28,10 +28,15 @@ _NAMES_OF_SCALES = (
 )
 
 
+def _nothing() -> None: ...
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """`read()` gives the whole tensor; `part(i)` its entries `[i : i + 1]` along dimension 0.
 
+    `read_once()` gives the whole tensor too, until the calling thread reads another this way.
+    `read_ahead()` says that it will be read soon.
     `is_encoded`: the values come from a quantized format, in fp32, and are not to be rounded.
     `decode_into`: writes the whole tensor, if it is encoded and its rows lie as they are stored.
     `scales`: of an encoded tensor, the scale of each of its values, in its shape.
@@ -45,6 +50,8 @@ class StoredTensor:
     is_encoded: bool = False
     decode_into: Callable[[Tensor], object] | None = None
     scales: StoredTensor | None = None
+    read_once: Callable[[], Tensor] | None = None
+    read_ahead: Callable[[], None] = _nothing
 
     @staticmethod
     def of(name: str, tensor: Tensor) -> StoredTensor:
@@ -75,7 +82,8 @@ class Encoding(NamedTuple):
             return decode(self.values.part(i), one, self.name)
 
         def decode_into(out: Tensor) -> Tensor:
-            return decode_scaled(self.values.read(), self.scales.read(), self.name, out)
+            read = self.values.read_once or self.values.read
+            return decode_scaled(read(), self.scales.read(), self.name, out)
 
         return StoredTensor(
             self.name,
@@ -86,6 +94,7 @@ class Encoding(NamedTuple):
             is_encoded=True,
             decode_into=decode_into if decode is decode_scaled else None,
             scales=None if ones else self._of_ones().stored(ones=True),
+            read_ahead=self.values.read_ahead,
         )
 
     def _of_ones(self) -> Encoding:
@@ -98,7 +107,10 @@ class Encoding(NamedTuple):
             return torch.ones(shape).to(values.dtype)
 
         made = replace(
-            values, read=lambda: ones(values.shape), part=lambda i: ones((1, *values.shape[1:]))
+            values,
+            read=lambda: ones(values.shape),
+            part=lambda i: ones((1, *values.shape[1:])),
+            read_once=None,
         )
         return Encoding(self.name, made, self.scales)
 

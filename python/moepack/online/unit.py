@@ -109,6 +109,12 @@ class Unit:
         index = expert if self._merges else 0
         return self.is_stack and all(index in self._pieces[p] for p in self._patterns)
 
+    def read_ahead(self, expert: int) -> None:
+        """Lets the system read an expert's tensors while others are worked on."""
+        if self._merges:
+            for pattern in self._patterns:
+                self._pieces[pattern][expert].read_ahead()
+
     def part(self, expert: int, *, scales: bool = False) -> Tensor:
         """[1, rows, columns]: one expert of the stack, or the scales of its values."""
         if self._converter is None:
