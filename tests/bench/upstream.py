@@ -1,6 +1,6 @@
 """Against ExecuTorch's own operator, `llama::quantized_moe_ffn`: our operator, and theirs on our kernel.
 
-    python tests/bench/upstream.py [--part op program tokens] [--json FILE]
+    python tests/bench/upstream.py [--part op program tokens] [--windows N] [--scheme S] [--json FILE]
 
 op       our operator and theirs in eager PyTorch, in one interleaved run, with the same codes and
          scales: theirs computes with float activations, ours quantizes them to int8 in groups of 128.
@@ -111,8 +111,8 @@ def measure_program(threads: int, folder: Path, failures: list[str]) -> dict[str
     return {**asdict(found), "times_faster": found.times_faster}
 
 
-def measure_tokens(windows: int, folder: Path, failures: list[str]) -> dict[str, Any]:
-    found = upstream_tokens.compare(folder, windows)
+def measure_tokens(windows: int, scheme: str, folder: Path, failures: list[str]) -> dict[str, Any]:
+    found = upstream_tokens.compare(folder, windows, scheme)
     if not found.passed():
         failures.append(f"other tokens: {found}")
     return asdict(found)
@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--windows", type=int, default=8, help="of 128 tokens")
+    parser.add_argument("--scheme", choices=upstream_tokens.SCHEMES, default="int4-g32")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}
@@ -136,7 +137,9 @@ def main() -> None:
         if "program" in arguments.part:
             results["program"] = measure_program(arguments.threads, folder, failures)
         if "tokens" in arguments.part:
-            results["tokens"] = measure_tokens(arguments.windows, folder, failures)
+            results["tokens"] = measure_tokens(
+                arguments.windows, arguments.scheme, folder, failures
+            )
     for part, values in results.items():
         print(part)
         for name, value in values.items():
