@@ -28,6 +28,7 @@ from made_checkpoints import (
     stored_tensors,
 )
 from moepack import MoePackConfig, cli, ops, packing
+from moepack.errors import UnsupportedError
 from moepack.modules import PackedExperts
 from moepack.online import Loaded, Settings, load, quantize_checkpoint
 from moepack.online.loading import fill, load_packed, meta_model
@@ -52,9 +53,9 @@ FUSED_ENCODERS: dict[str, Callable[[str, Tensor], Stored]] = {
 Expected = Callable[[int, str], tuple[Tensor, Tensor]]
 
 
-def fp8_experts(directory: Path, encoder: str) -> tuple[Path, Path]:
+def fp8_experts(directory: Path, encoder: str, family: str = "deepseek_v3") -> tuple[Path, Path]:
     """A checkpoint with experts in FP8, and one of the values that they stand for."""
-    source = saved(tiny_models.build("deepseek_v3", **SIZES), directory / "plain")
+    source = saved(tiny_models.build(family, **SIZES), directory / "plain")
 
     def encode(name: str, tensor: Tensor) -> Stored | None:
         return ENCODERS[encoder](name, tensor) if ".experts." in name else None
@@ -217,6 +218,36 @@ def test_the_command_keeps_says_so_and_what_it_writes_is_read(
     assert_values(
         next(m for m in found.modules() if isinstance(m, PackedExperts)), float_experts(exact)
     )
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "gpt_oss"])
+def test_loading_and_the_command_keep_the_same_bytes(family: str, tmp_path: Path) -> None:
+    if family == "gpt_oss":
+        (source, _), settings = mxfp4_experts(tmp_path), MXFP4
+    else:
+        (source, _), settings = fp8_experts(tmp_path, "block", family), FP8
+    done = quantize_checkpoint(source, tmp_path / "out", settings)
+    assert all(block.kept == block.matrices for block in done.blocks)
+    loaded = load(source, settings)
+    assert_all_kept(loaded)
+    assert_same_state(load_packed(tmp_path / "out"), loaded.model)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert_same_state(found, loaded.model)
+
+
+@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
+def test_from_pretrained_never_takes_codes_for_weights(form: str, tmp_path: Path) -> None:
+    source, _ = mxfp4_experts(tmp_path) if form == "mxfp4" else fp8_experts(tmp_path, "block")
+    ours = MoePackConfig("mxfp4" if form == "mxfp4" else "fp8-b128")
+    stored = "_blocks is stored as U8" if form == "mxfp4" else "weight is stored as F8_E4M3"
+    message = rf"{stored}, of which .* moepack\.online\.load\('.*', Settings\('{ours.scheme}'\)\)"
+    with pytest.raises(UnsupportedError, match=message):
+        AutoModelForCausalLM.from_pretrained(source, quantization_config=ours)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": form}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="but you are passing a MoePackConfig"):
+        AutoModelForCausalLM.from_pretrained(source, quantization_config=ours)
 
 
 def test_json_of_a_conversion_has_numbers(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from moepack.online.files import read_entries
 from moepack.online.filling import shortened
 from moepack.online.loading import Settings, online_blocks, place_empty, settings_of
 from moepack.online.mapping import NameMapping, Target
-from moepack.online.stored import StoredTensor
+from moepack.online.stored import Decoder, StoredTensor
 from moepack.online.unit import Unit
 from moepack.placement import put
 
@@ -91,9 +91,9 @@ class MoePackHfQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         settings = self.quantization_config.settings
+        _refuse_encoded(kwargs.get("checkpoint_files") or (), settings, packed=self.pre_quantized)
         with _ordinary_tensors():
             if self.pre_quantized:
-                _refuse_encoded(kwargs.get("checkpoint_files") or ())
                 place_empty(model, settings)
                 return
             self._blocks, _ = online_blocks(model, settings)
@@ -205,15 +205,30 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
     return tensor
 
 
-def _refuse_encoded(files: Sequence[str]) -> None:
-    """The library would cast FP8 values without their scales."""
-    for file in files:
-        for name, entry in read_entries(Path(file))[0].items():
-            if entry["dtype"].startswith("F8_"):
-                raise UnsupportedError(
-                    f"{file}: {name} was left in FP8, which transformers does not read beside "
-                    "packed experts; use moepack.online.load_packed"
-                )
+def _refuse_encoded(files: Sequence[str], settings: Settings, *, packed: bool) -> None:
+    """The library would take FP8 and FP4 codes for the values, without their scales."""
+    stored = {
+        name: (Path(file), entry["dtype"])
+        for file in files
+        if file.endswith(".safetensors")
+        for name, entry in read_entries(Path(file))[0].items()
+    }
+    decoder = Decoder(frozenset(stored))
+    for name, (file, dtype) in stored.items():
+        is_bytes = dtype in ("U8", "I8") and decoder.logical_name(name) != name
+        if not is_bytes and not dtype.startswith("F8_"):
+            continue
+        directory, found = file.parent, f"{file}: {name} is stored as {dtype}"
+        if packed:
+            raise UnsupportedError(
+                f"{found}, which transformers does not read beside packed experts; use "
+                f"moepack.online.load_packed({str(directory)!r})"
+            )
+        raise UnsupportedError(
+            f"{found}, of which transformers would read the codes without their scales. Use "
+            f"moepack.online.load({str(directory)!r}, Settings({settings.scheme!r})).model, or "
+            "`moepack quantize` and load what it writes: both take codes and scales as stored"
+        )
 
 
 def _require_packed(model: nn.Module) -> None:
