@@ -140,16 +140,20 @@ def convert(
         Path, typer.Option("--output", "-o", metavar="OUT", help="Directory or .pte to write.")
     ],
     layout: Annotated[str, typer.Option(help="Of packed experts: moepack or torchao.")],
+    upstream: Annotated[
+        bool, typer.Option("--upstream", help="Call ExecuTorch's own MoE operator (torchao).")
+    ] = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Change the layout of packed experts, without the original weights.
 
-    Programs of ExecuTorch's own MoE operator become moepack's with --layout moepack.
+    Programs of ExecuTorch's own MoE operator become moepack's with --layout moepack, and moepack's
+    become its with --layout torchao --upstream. A .ptd beside a .pte is converted with it.
     """
     import moepack
 
     with steps_on_stderr() as steps:
         steps.begin("Converting")
-        done = moepack.convert(source, out, layout=layout, force=force)
+        done = moepack.convert(source, out, layout=layout, upstream=upstream, force=force)
     print_result(done, as_json)

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from moepack.attributes import ExpertAttributes
-from moepack.converter.stacks import ScaleChanges, StackForm, convert_blob
+from moepack.converter.stacks import ScaleChanges, StackForm, converted_blobs
 from moepack.converter.state import forms_of
 from moepack.errors import MoePackError, PackedFormatError, UnsupportedError
 from moepack.manifest import METHOD_NAME, PACKED_FILE
@@ -105,11 +105,9 @@ def _blobs(
 ) -> Iterator[bytes]:
     with safe_open(source, framework="pt") as file:
         stack = file.get_slice(name)
-        for expert in range(experts):
-            try:
-                yield convert_blob(stack[expert], form, changes).numpy().tobytes()
-            except (PackedFormatError, UnsupportedError) as error:
-                raise type(error)(f"{source}: {name} expert {expert}: {error}") from error
+        blobs = (stack[expert] for expert in range(experts))
+        for blob in converted_blobs(blobs, form, changes, f"{source}: {name}"):
+            yield blob.numpy().tobytes()
 
 
 def _describe(stage: Path, layout: str, total: int) -> None:

@@ -2,66 +2,105 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moepack.converter.program import convert_program
+from moepack.converter.program import Target, convert_program
 from moepack.converter.stacks import ScaleChanges
 from moepack.errors import MoePackError
-from moepack.manifest import FILE_NAME, PROGRAM, Manifest, content_differences, file_entries
+from moepack.manifest import (
+    FILE_NAME,
+    PROGRAM,
+    WEIGHTS,
+    Manifest,
+    content_differences,
+    file_entries,
+)
 from moepack.program_file import open_program
 from moepack.staging import staged
+from moepack.weights_file import weights_of
+
+if TYPE_CHECKING:
+    from executorch.exir._serialize._cord import Cord
 
 
 def convert_file(
-    source: Path, target: Path, layout: str, changes: ScaleChanges, force: bool
+    source: Path, target: Path, to: Target, changes: ScaleChanges, force: bool
 ) -> Path:
-    """Writes the file `target`; it appears complete or not at all."""
-    if target.exists() and (target.is_dir() or target.resolve() == source.resolve()):
-        raise MoePackError(f"{target}: name a new file as output")
-    if target.exists() and not force:
-        raise MoePackError(f"{target} exists; choose another output or pass --force to replace it")
-    data = _converted(source, layout, changes)
+    """Writes the file `target`, and one beside it with the suffix .ptd where `source` has one.
+
+    Each appears complete or not at all, the program last.
+    """
+    _require_new(target, source, force)
+    program, weights = _converted(source, to, changes)
+    files = {target: program}
+    if weights is not None:
+        files = {target.with_suffix(".ptd"): weights, **files}
+        _require_new(target.with_suffix(".ptd"), source, force)
+    mode = source.stat().st_mode & 0o777
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            Path(draft).chmod(source.stat().st_mode & 0o777)
-            Path(draft).rename(target)
-        except BaseException:
-            Path(draft).unlink(missing_ok=True)
-            raise
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+            drafts = {path: Path(folder) / path.name for path in files}
+            for path, data in files.items():
+                _write(data, drafts[path])
+                drafts[path].chmod(mode)
+            for path, draft in drafts.items():
+                draft.rename(path)
     except OSError as error:
         raise MoePackError(f"{target}: cannot be written: {error.strerror}") from error
     return target
 
 
 def convert_exported(
-    source: Path, target: Path, layout: str, changes: ScaleChanges, force: bool
+    source: Path, target: Path, to: Target, changes: ScaleChanges, force: bool
 ) -> Path:
     """The directory of `moepack export` with a new program and a manifest that describes it."""
     manifest = Manifest.read(source)
     if differences := content_differences(source, manifest.files):
         raise MoePackError(f"{source}: {'; '.join(differences)}; export or copy it again")
     with staged(target, force, [source]) as stage:
+        program, weights = _converted(source / PROGRAM, to, changes)
+        written = {PROGRAM: program} if weights is None else {PROGRAM: program, WEIGHTS: weights}
         for path in source.iterdir():
-            if path.is_file() and path.name not in (PROGRAM, FILE_NAME):
+            if path.is_file() and path.name not in (FILE_NAME, *written):
                 shutil.copyfile(path, stage / path.name)
-        (stage / PROGRAM).write_bytes(_converted(source / PROGRAM, layout, changes))
-        replace(
-            manifest,
-            options={**manifest.options, "layout": layout},
-            program_structure_sha256=open_program(stage / PROGRAM).structure_digest(),
-            files=file_entries(stage, manifest.files),
-        ).write(stage)
+        for name, data in written.items():
+            _write(data, stage / name)
+        _describe(manifest, stage, to)
     return target
 
 
-def _converted(source: Path, layout: str, changes: ScaleChanges) -> bytes:
-    open_program(source)  # names a file that is missing, cut short or no program
-    return convert_program(source.read_bytes(), layout, changes, str(source))
+def _converted(source: Path, to: Target, changes: ScaleChanges) -> tuple[Cord, Cord | None]:
+    """What the .pte and the .ptd, if there is one, are to hold."""
+    file = open_program(source)  # names a file that is missing, cut short or no program
+    stored = convert_program(file.data, weights_of(file), to, changes, str(source))
+    return stored.written(), stored.written_weights()
+
+
+def _write(data: Cord, path: Path) -> None:
+    with path.open("wb") as file:
+        data.write_to_file(file)
+
+
+def _describe(manifest: Manifest, stage: Path, to: Target) -> None:
+    program = open_program(stage / PROGRAM)
+    weights = weights_of(program)
+    replace(
+        manifest,
+        options={**manifest.options, "layout": to.layout, "upstream": to.upstream},
+        program_structure_sha256=program.structure_digest(),
+        weights_structure_sha256=weights.structure_digest() if weights else None,
+        files=file_entries(stage, manifest.files),
+    ).write(stage)
+
+
+def _require_new(path: Path, source: Path, force: bool) -> None:
+    sources = {source.resolve(), source.with_suffix(".ptd").resolve()}
+    if path.exists() and (path.is_dir() or path.resolve() in sources):
+        raise MoePackError(f"{path}: name a new file as output")
+    if path.exists() and not force:
+        raise MoePackError(f"{path} exists; choose another output or pass --force to replace it")

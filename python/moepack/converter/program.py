@@ -1,240 +1,181 @@
-"""A .pte whose packed experts are in the other layout, by ExecuTorch's own reader and writer.
-
-Constants are replaced and the calls that use them are rewritten; everything else, delegates and
-memory plan included, stays as it was. ExecuTorch's own operator `llama::quantized_moe_ffn` becomes
-moepack's, which computes the same with its attributes.
-"""
+"""An ExecuTorch program whose packed experts are in the other layout, or whose calls of them are
+those of ExecuTorch's own operator."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from inspect import signature
-from typing import Any
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from moepack import ops
-from moepack.acceleration import ARGUMENTS, require_bias_fits, routing
 from moepack.acceleration import OPERATOR as UPSTREAM
-from moepack.attributes import UNGATED, ExpertAttributes
-from moepack.converter.stacks import (
-    ScaleChanges,
-    StackForm,
-    convert_stack,
-    integer_codes,
-)
+from moepack.converter.calls import FFN, STACKS, Call, added, all_calls, expert_calls
+from moepack.converter.stacks import ScaleChanges, StackForm
+from moepack.converter.upstream import require_expressible, to_moepack, to_upstream
 from moepack.errors import MoePackError, UnsupportedError
+from moepack.weights_file import WeightsFile
 
-_OPS = ("quantized_moe_ffn", "quantized_experts")
-_STACKS = ("packed_w13", "packed_w2")
-_KEPT = ("x", "gate_weight", "expert_bias", *_STACKS)  # upstream's tensors, under moepack's names
-_CONSTANT_ALIGNMENT = 64  # as moepack's exporter writes constants
+if TYPE_CHECKING:
+    from moepack.converter.stored import StoredProgram
 
 
-def convert_program(data: bytes, layout: str, changes: ScaleChanges, where: str) -> bytes:
-    """The bytes of a .pte -> those of one whose packed experts are in `layout`.
+@dataclass(frozen=True)
+class Target:
+    """What the packed experts of a program become: `layout`, and whose operator reads them.
 
-    All of it is in memory, about three times the size of the file. Raises MoePackError if there is
-    nothing to convert, or what there is cannot be: named by method and call.
+    With `upstream` it is ExecuTorch's own, which reads torchao's layout alone.
     """
-    from executorch.exir._serialize import _deserialize_pte_binary, _serialize_pte_binary
+
+    layout: str
+    upstream: bool = False
+
+    def __post_init__(self) -> None:
+        if self.upstream and self.layout != "torchao":
+            raise UnsupportedError(
+                f"the layout {self.layout!r} with upstream=True; {UPSTREAM} reads 'torchao'"
+            )
+
+    def is_met(self, call: Call) -> bool:
+        if call.operator == UPSTREAM:
+            return self.layout == "torchao"
+        return call.layout == self.layout and not self.upstream
+
+    def __str__(self) -> str:
+        return f"calls of {UPSTREAM}" if self.upstream else f"in the layout {self.layout!r}"
+
+
+def convert_program(
+    data: memoryview, weights: WeightsFile | None, target: Target, changes: ScaleChanges, where: str
+) -> StoredProgram:
+    """The program with the bytes `data` and, where it keeps weights apart, `weights`, converted.
+
+    Stacks are converted, and damage in them found, when the result is written. Raises MoePackError
+    if there is nothing to convert, or what there is cannot be: named by method and call.
+    """
+    from moepack.converter.stored import StoredProgram
 
     try:
-        file = _deserialize_pte_binary(data)
-        converter = _Converter(file.program, layout, changes)
-        for plan in file.program.execution_plan:
+        stored = StoredProgram(data, weights)
+        converter = _Converter(stored, target, changes)
+        for plan in stored.program.execution_plan:
             converter.convert(plan)
-    except MoePackError:
-        raise
+        for plan in stored.program.execution_plan:
+            converter.refuse_other_names(plan)
+    except MoePackError as error:
+        raise type(error)(f"{where}: {error}") from error
     except Exception as error:  # values of other kinds, and what the flatbuffer reader raises
         raise MoePackError(f"{where}: damaged ExecuTorch program: {error!r}") from error
     if not converter.calls:
         raise UnsupportedError(
             f"{where}: no call with packed experts to convert: the program has none, or they are "
-            f"in the layout {layout!r} already"
+            f"{target} already"
         )
-    written = _serialize_pte_binary(
-        file, extract_delegate_segments=True, constant_tensor_alignment=_CONSTANT_ALIGNMENT
-    )
-    return bytes(written)
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    """The arguments of one call by the names of its operator's schema, as indices of values."""
-
-    values: list[Any]
-    index: dict[str, int]
-
-    def value(self, name: str) -> Any:
-        return self.values[self.index[name]].val
-
-    def integer(self, name: str) -> int:
-        return int(self.value(name).int_val)
-
-    def text(self, name: str) -> str:
-        return str(self.value(name).string_val)
+    return stored
 
 
 class _Converter:
-    def __init__(self, program: Any, layout: str, changes: ScaleChanges) -> None:
-        self.program, self.layout, self.changes = program, layout, changes
+    def __init__(self, stored: StoredProgram, target: Target, changes: ScaleChanges) -> None:
+        self.stored, self.target, self.changes = stored, target, changes
         self.calls = 0
-        self._done: dict[int, tuple[StackForm, int]] = {}  # by constant: its form, bytes per expert
+        self._done: dict[int, tuple[StackForm, list[int]]] = {}  # by buffer: old form, new sizes
 
     def convert(self, plan: Any) -> None:
         """Rewrites the calls of one method."""
         _refuse_other_uses(plan)
-        for number, call in enumerate(_expert_calls(plan)):
-            operator = plan.operators[call.op_index].name
-            arguments = _Arguments(
-                plan.values, dict(zip(_argument_names(operator), call.args, strict=False))
-            )
-            if operator != UPSTREAM and arguments.text("layout") == self.layout:
-                continue
-            if operator == UPSTREAM and self.layout == "torchao":
-                continue
-            where = f"method {plan.name!r} call {number}"
-            group = self._convert_stacks(arguments, _forms(operator, arguments), where)
-            if operator == UPSTREAM:
-                call.args = _rewritten(plan, arguments, group) + call.args[len(arguments.index) :]
+        todo = [call for call in expert_calls(plan) if not self.target.is_met(call)]
+        if self.target.upstream:
+            for call in todo:
+                require_expressible(call)
+        no_bias = cache(partial(self._no_bias, plan))
+        for call in todo:
+            forms = call.forms()
+            if call.layout != self.target.layout:
+                for name, form in forms.items():
+                    self._convert_stack(call, name, form)
+            if call.operator == UPSTREAM:
+                call.rewrite(to_moepack(call, forms[STACKS[0]].converted("moepack").group))
+            elif self.target.upstream:
+                call.rewrite(to_upstream(call, no_bias))
             else:
-                position = list(arguments.index).index("layout")
-                call.args[position] = _new(plan, self.layout)
-            self.calls += 1
-        for operator in plan.operators:
-            if self.layout == "moepack" and operator.name == UPSTREAM:
-                operator.name = "moepack::quantized_moe_ffn"
+                call.set("layout", self.target.layout)
+        self.calls += len(todo)
+        self._rename(plan)
 
-    def _convert_stacks(
-        self, arguments: _Arguments, forms: dict[str, StackForm], where: str
-    ) -> int:
-        """Returns the group of the converted codes."""
-        for name, form in forms.items():
-            tensor = arguments.value(name)
-            stored = tensor.data_buffer_idx
-            if not _is_constant_of_the_file(tensor):
-                raise UnsupportedError(
-                    f"{where} {name}: is no constant of this file (an input, or in a .ptd); "
-                    "export the program with its weights inside, or convert the checkpoint"
-                )
-            before = self._done.get(stored)
-            if before is None:
-                new = self._converted(tensor, form, f"{where} {name}")
-                self.program.constant_buffer[stored].storage = new.numpy().tobytes()
-                before = self._done[stored] = (form, new.shape[1])
-            if before[0] != form:
-                raise UnsupportedError(f"{where} {name}: another call reads it in another form")
-            tensor.sizes = [tensor.sizes[0], before[1]]
-        return forms["packed_w13"].converted(self.layout).group
+    def refuse_other_names(self, plan: Any) -> None:
+        """Equal constants are stored once: what was converted may have other readers."""
+        for value in plan.values:
+            if type(value.val).__name__ != "Tensor":
+                continue
+            done = self._done.get(id(self.stored.buffer(value.val)))
+            if done is not None and value.val.sizes != done[1]:
+                raise _used_otherwise(plan)
 
-    def _converted(self, tensor: Any, form: StackForm, where: str) -> Tensor:
-        if len(tensor.sizes) != 2:
-            raise UnsupportedError(f"{where}: is {tensor.sizes}; expected [E, bytes]")
-        experts, size = tensor.sizes
-        stored = self.program.constant_buffer[tensor.data_buffer_idx].storage
-        if len(stored) < experts * size:
-            raise MoePackError(f"{where}: the file holds {len(stored)} bytes of {experts * size}")
-        packed = torch.frombuffer(bytearray(stored[: experts * size]), dtype=torch.uint8)
-        return convert_stack(packed.view(experts, size), form, self.layout, self.changes, where)
+    def _convert_stack(self, call: Call, name: str, form: StackForm) -> None:
+        tensor, where = call.value(name), f"{call.where} {name}"
+        buffer = self.stored.buffer(tensor)
+        if buffer is None:
+            raise UnsupportedError(
+                f"{where}: is no constant of the program nor of its .ptd; convert the file itself, "
+                "with the .ptd of its name beside it, or the checkpoint"
+            )
+        before = self._done.get(id(buffer))
+        if before is None:
+            stack = self._converted(tensor, buffer.storage, form, where)
+            self.stored.replace(buffer, stack)
+            before = self._done[id(buffer)] = (form, stack.shape)
+        if before[0] != form:
+            raise UnsupportedError(f"{where}: another call reads it in another form")
+        tensor.sizes = before[1]
 
+    def _converted(self, tensor: Any, storage: Any, form: StackForm, where: str) -> Any:
+        from moepack.converter.stored import ConvertedStack
 
-def _is_constant_of_the_file(tensor: Any) -> bool:
-    from executorch.exir.schema import TensorDataLocation
+        if len(tensor.sizes) != 2 or tensor.sizes[1] != form.blob_bytes:
+            raise UnsupportedError(
+                f"{where}: is {tensor.sizes}; {form.scheme} of [{form.rows}, {form.cols}] in the "
+                f"layout {form.layout!r} is [E, {form.blob_bytes}]"
+            )
+        memory = memoryview(getattr(storage, "memory", storage))
+        size = tensor.sizes[0] * tensor.sizes[1]
+        if len(memory) < size:
+            raise MoePackError(f"{where}: the file holds {len(memory)} bytes of {size}")
+        try:
+            return ConvertedStack(memory[:size], form, self.target.layout, self.changes, where)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{where}: {error}") from error
 
-    extra = tensor.extra_tensor_info
-    is_external = extra is not None and extra.location == TensorDataLocation.EXTERNAL
-    return bool(tensor.data_buffer_idx) and tensor.allocation_info is None and not is_external
+    def _no_bias(self, plan: Any) -> int:
+        """An empty tensor, upstream's way to leave the bias out."""
+        from executorch.exir.schema import ScalarType, Tensor, TensorShapeDynamism
 
+        constant = self.stored.add_constant(bytes(4))  # a segment of no bytes would not be written
+        empty = Tensor(
+            ScalarType.FLOAT, 0, [0], [0], False, 0, constant, None, TensorShapeDynamism.STATIC
+        )
+        return added(plan, empty)
 
-def _is_expert_operator(name: str) -> bool:
-    return name == UPSTREAM or name in {f"moepack::{op}" for op in _OPS}
-
-
-def _calls(plan: Any) -> Iterator[Any]:
-    """Every instruction of a method that has arguments: calls of kernels and delegates."""
-    for chain in plan.chains:
-        for instruction in chain.instructions:
-            if hasattr(instruction.instr_args, "args"):
-                yield instruction.instr_args
-
-
-def _expert_calls(plan: Any) -> Iterator[Any]:
-    for call in _calls(plan):
-        if hasattr(call, "op_index") and _is_expert_operator(plan.operators[call.op_index].name):
-            yield call
+    def _rename(self, plan: Any) -> None:
+        """Calls of one operator have all become calls of one other."""
+        old, new = (FFN, UPSTREAM) if self.target.upstream else (UPSTREAM, FFN)
+        if self.target.upstream or self.target.layout == "moepack":
+            for operator in plan.operators:
+                if operator.name == old:
+                    operator.name = new
 
 
 def _refuse_other_uses(plan: Any) -> None:
     """Packed tensors change their size: nothing else may read them."""
     uses: Counter[int] = Counter()
-    for call in _calls(plan):
+    for call in all_calls(plan):
         uses.update(call.args)
-    packed: Counter[int] = Counter()
-    for call in _expert_calls(plan):
-        names = _argument_names(plan.operators[call.op_index].name)
-        packed.update(call.args[names.index(name)] for name in _STACKS)
+    packed = Counter(call.index[name] for call in expert_calls(plan) for name in STACKS)
     for value, count in packed.items():
         if uses[value] != count or value in (*plan.inputs, *plan.outputs):
-            raise UnsupportedError(
-                f"method {plan.name!r}: a packed tensor is also an input, an output or an argument "
-                "of another operator; convert the checkpoint and export again"
-            )
+            raise _used_otherwise(plan)
 
 
-def _argument_names(operator: str) -> list[str]:
-    if operator == UPSTREAM:
-        return list(ARGUMENTS)
-    return list(signature(getattr(ops, operator.removeprefix("moepack::"))).parameters)
-
-
-def _forms(operator: str, arguments: _Arguments) -> dict[str, StackForm]:
-    """What the call says of its two stacks."""
-    inner, dim = arguments.integer("hidden_dim"), int(arguments.value("x").sizes[-1])
-    if operator == UPSTREAM:
-        layout, gated = "torchao", True
-        bits, group = arguments.integer("weight_nbit"), arguments.integer("group_size")
-    else:
-        layout, (bits, group) = arguments.text("layout"), integer_codes(arguments.text("scheme"))
-        gated = arguments.text("activation") not in UNGATED
-    w13 = (2 * inner, dim, "gate_up") if gated else (inner, dim, "plain")
-    return {
-        "packed_w13": StackForm(layout, bits, group, *w13),  # type: ignore[arg-type]
-        "packed_w2": StackForm(layout, bits, group, dim, inner, "plain"),
-    }
-
-
-def _rewritten(plan: Any, arguments: _Arguments, group: int) -> list[int]:
-    """Upstream's arguments as those of moepack::quantized_moe_ffn, values that it adds included."""
-    has_bias = arguments.value("expert_bias").sizes != [0]
-    score_func = arguments.text("score_func")
-    require_bias_fits(has_bias, score_func)
-    scale = float(arguments.value("route_scale").double_val)
-    how = routing(arguments.integer("num_activated_experts"), score_func, scale)
-    experts = ExpertAttributes(
-        arguments.integer("hidden_dim"), f"int{arguments.integer('weight_nbit')}-g{group}"
+def _used_otherwise(plan: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"method {plan.name!r}: a packed tensor is also an input, an output or an argument of "
+        "another operator; convert the checkpoint and export again"
     )
-    kept = {name: arguments.index[name] for name in _KEPT if name != "expert_bias" or has_bias}
-    attributes = asdict(how) | asdict(experts)
-    return [
-        kept[name] if name in kept else _new(plan, attributes.get(name))
-        for name in _argument_names("moepack::quantized_moe_ffn")
-    ]
-
-
-def _new(plan: Any, value: Any) -> int:
-    """Adds a value to a method; returns its index."""
-    from executorch.exir import schema
-
-    kinds: dict[type, Any] = {
-        type(None): lambda _: schema.Null(),
-        bool: schema.Bool,
-        int: schema.Int,
-        float: schema.Double,
-        str: schema.String,
-    }
-    plan.values.append(schema.EValue(kinds[type(value)](value)))
-    return len(plan.values) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,12 +100,20 @@ def convert_stack(
             f"{form.cols}] in the layout {form.layout!r} is uint8 [E, {form.blob_bytes}]"
         )
     result = huge_pages.empty(len(packed), form.converted(layout).blob_bytes)
-    for expert, blob in enumerate(packed):
+    for expert, blob in enumerate(converted_blobs(packed, form, changes, where)):
+        result[expert].copy_(blob)
+    return result
+
+
+def converted_blobs(
+    blobs: Iterable[Tensor], form: StackForm, changes: ScaleChanges, where: str
+) -> Iterator[Tensor]:
+    """The experts of a stack, uint8 [bytes] each, one after the other; errors name the expert."""
+    for expert, blob in enumerate(blobs):
         try:
-            result[expert].copy_(convert_blob(blob, form, changes))
+            yield convert_blob(blob, form, changes)
         except (PackedFormatError, UnsupportedError) as error:
             raise type(error)(f"{where} expert {expert}: {error}") from error
-    return result
 
 
 def convert_blob(blob: Tensor, form: StackForm, changes: ScaleChanges) -> Tensor:

@@ -11,6 +11,7 @@ import hashlib
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,31 +23,37 @@ from executorch.exir.tensor import TensorSpec, make_tensor_value
 _SMALLEST = 1 << 16  # below, a copy costs nothing
 
 
-class TensorData(FileBackedData):  # type: ignore[misc]
-    """The bytes of a storage, in the one form besides `bytes` that ExecuTorch's writers take."""
+class MemoryData(FileBackedData):  # type: ignore[misc]
+    """Bytes that lie in memory, such as a mapped file's, in the one form besides `bytes` that
+    ExecuTorch's writers take; its readers take parts of it as of `bytes`."""
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        everything: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        self._memory = memoryview(everything)  # keeps the storage alive
-        self._digest = hashlib.sha256(self._memory)
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
 
     def __len__(self) -> int:
-        return self._memory.nbytes
+        return self.memory.nbytes
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorData:
+    def __getitem__(self, part: slice) -> MemoryData:
+        return MemoryData(self.memory[part])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MemoryData:
         return self
 
     def prefix(self, size: int) -> bytes:
-        return bytes(self._memory[:size])
+        return bytes(self.memory[:size])
 
     def sha256(self) -> bytes:
-        return self._digest.digest()
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> bytes:
+        return hashlib.sha256(self.memory).digest()
 
     def to_bytes(self) -> bytes:
-        return bytes(self._memory)
+        return bytes(self.memory)
 
     def write_to_file(self, outfile: io.BufferedIOBase) -> None:
-        outfile.write(self._memory)
+        outfile.write(self.memory)
 
     def close(self) -> None:
         pass
@@ -59,14 +66,14 @@ def constants_in_place() -> Iterator[None]:
     Tensors must not change until the program is written.
     """
     copying = _emitter._Emitter._tensor_spec_to_evalue
-    seen: dict[int, TensorData] = {}  # by address: methods share weights, hashing takes time
+    seen: dict[int, MemoryData] = {}  # by address: methods share weights, hashing takes time
 
     def to_evalue(self: Any, spec: TensorSpec, constant_tag: str | None = None) -> Any:
         if not _is_large_constant(spec):
             return copying(self, spec, constant_tag)
         address = spec.storage.data_ptr()
         if address not in seen or len(seen[address]) != spec.nbytes():
-            seen[address] = TensorData(spec.storage)
+            seen[address] = MemoryData(_memory(spec.storage))
         index = _buffer_index(self, spec, seen[address], constant_tag)
         return EValue(make_tensor_value(index, None, spec))
 
@@ -75,6 +82,12 @@ def constants_in_place() -> Iterator[None]:
         yield
     finally:
         _emitter._Emitter._tensor_spec_to_evalue = copying
+
+
+def _memory(storage: torch.UntypedStorage) -> memoryview:
+    """The storage's own bytes, which keep it alive."""
+    everything: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return memoryview(everything)
 
 
 def _is_large_constant(spec: TensorSpec) -> bool:
@@ -88,7 +101,7 @@ def _is_large_constant(spec: TensorSpec) -> bool:
     )
 
 
-def _buffer_index(emitter: Any, spec: TensorSpec, data: TensorData, tag: str | None) -> int:
+def _buffer_index(emitter: Any, spec: TensorSpec, data: MemoryData, tag: str | None) -> int:
     """Where the program keeps these bytes: equal ones once, whatever their names."""
     state, key = emitter.program_state, data.sha256().hex()
     info = spec.extra_tensor_info
