@@ -80,7 +80,7 @@ def test_schemes_by_pattern_and_layers_left_as_they_were(tmp_path: Path) -> None
     assert not any("experts" in n and "layers.2." not in n for n in found)
     expected = load(copied(source, tmp_path / "exact", exact), settings).model
     assert_same_state(load_packed(tmp_path / "packed"), expected)
-    with pytest.raises(UnsupportedError, match=r"was left in FP8.*load_packed"):
+    with pytest.raises(UnsupportedError, match=r"is stored as F8_E4M3, which.*load_packed"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moepack.online.conversion import Converted, quantize_checkpoint
+from moepack.online.conversion import quantize_checkpoint
+from moepack.online.converted import Converted
 from moepack.online.loading import Loaded, Settings, load, load_packed
 from moepack.online.methods import IntegerMethod, OnlineMethod
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moepack.errors import MoePackError, NoMoEBlock, UnsupportedError
 from moepack.families import FoundBlock, find_blocks
@@ -19,6 +19,12 @@ from moepack.online.blocks import Allocate, OnlineBlock, in_memory
 from moepack.online.completeness import require_float
 from moepack.online.filling import Filled, Filling
 from moepack.online.methods import OnlineMethod, method_for
+from moepack.online.model_tensors import (
+    finish_buffers,
+    keep_from_init,
+    set_tensor,
+    zero_what_is_unknown,
+)
 from moepack.online.sources import Dummy, SafetensorsDirectory, Source
 from moepack.placement import put
 from moepack.planner import Plan, plan_blocks
@@ -160,7 +166,7 @@ def place_empty(model: nn.Module, settings: Settings) -> None:
     for block in blocks:
         block.found.module._is_hf_initialized = True  # type: ignore[assignment]
         put(model, block.found, block.spec, block.empty())
-    _keep_from_init(model)
+    keep_from_init(model)
 
 
 def meta_model(config: Any, dtype: torch.dtype, model_class: Any = None) -> nn.Module:
@@ -198,7 +204,7 @@ def fill(
         for block, new in filled.packed:
             loaded.worst_db[block.path] = block.worst_db
             loaded.kept[block.path] = block.kept
-            _zero_what_is_unknown(new)
+            zero_what_is_unknown(new)
             block.found.module._is_hf_initialized = True  # type: ignore[assignment]
             loaded.model = put(loaded.model, block.found, block.spec, new)
         if progress is not None:
@@ -266,42 +272,6 @@ def _refuse(model: nn.Module, decided: Plan) -> None:
         raise NoMoEBlock(f"{type(model).__name__} holds no MoE block: nothing to quantize")
 
 
-@torch.no_grad()
-def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Puts a parameter or buffer in the place of the one on the meta device."""
-    path, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(path)
-    if leaf in owner._parameters:
-        old = owner._parameters[leaf]
-        value = tensor if old is None else tensor.to(old.dtype)
-        tensor = nn.Parameter(value, requires_grad=False)
-        owner._parameters[leaf] = tensor
-    else:
-        owner._buffers[leaf] = tensor
-    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-
-
-def finish_buffers(model: Any) -> None:
-    """Computes the buffers that no checkpoint holds, as the library does, and ties weights."""
-    missing = {
-        name for name, tensor in model.state_dict().items() if tensor.device.type == "meta"
-    } - set(getattr(model, "all_tied_weights_keys", None) or ())
-    if not hasattr(model, "_initialize_missing_keys"):
-        return
-    _keep_from_init(model)
-    model._move_missing_keys_from_meta_to_device(missing, {"": "cpu"}, None, None)
-    model._initialize_missing_keys(False)
-    model.tie_weights()
-    model.requires_grad_(False)
-
-
-def _keep_from_init(model: nn.Module) -> None:
-    """Packed modules are not for the library's code that initializes float ones."""
-    for module in model.modules():
-        if getattr(type(module), "is_moepack_module", False):
-            module._is_hf_initialized = True  # type: ignore[assignment]
-
-
 def _keep_in_fp32(model: nn.Module, plan: Mapping[str, torch.dtype]) -> None:
     if not plan:
         return
@@ -311,10 +281,3 @@ def _keep_in_fp32(model: nn.Module, plan: Mapping[str, torch.dtype]) -> None:
     for name, parameter in model.named_parameters():
         if pattern.search(name):
             parameter.data = parameter.data.to(torch.float32)
-
-
-def _zero_what_is_unknown(module: nn.Module) -> None:
-    """Buffers that the checkpoint does not hold, such as a bias for selection, start at zero."""
-    for buffer in module.buffers(recurse=False):
-        if buffer.is_floating_point() and bool(buffer.isnan().all()):
-            buffer.zero_()
