@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 QUIET ?= --quiet
 PIP := $(BIN)/pip install $(QUIET) --disable-pip-version-check
 SOURCES := $(shell find cpp -type f) CMakeLists.txt pyproject.toml python/moepack/__init__.py
+TOKENIZERS := build/tokenizers-1.0.1
 CXX_FILES = $(shell git ls-files --cached --others --exclude-standard cpp tests/cpp tests/fuzz | grep -E '\.(cpp|h)$$')
 
 .DEFAULT_GOAL := install
@@ -25,8 +26,21 @@ test-all: lint test-cpp test-python-all
 test-python: $(VENV)/.tools
 	$(BIN)/python -m pytest -m "not slow"
 
-test-python-all: $(VENV)/.tools
-	$(BIN)/python -m pytest
+test-python-all: $(VENV)/.tools $(TOKENIZERS)/.installed
+	MOEPACK_TOKENIZERS=$(abspath $(TOKENIZERS)/prefix) $(BIN)/python -m pytest
+
+# For text in the C++ runner: the tokenizer library of ExecuTorch's LLM runners, from the sources of its Python package.
+$(TOKENIZERS)/.installed: | $(VENV)/.build-tools
+	@rm -rf $(@D) && mkdir -p $(@D)/source
+	$(BIN)/pip download $(QUIET) --disable-pip-version-check --dest $(@D) --no-deps --no-build-isolation \
+	  --no-binary=:all: pytorch_tokenizers==$(TOKENIZERS:build/tokenizers-%=%)
+	@tar -xzf $(@D)/*.tar.gz -C $(@D)/source --strip-components=1
+	$(BIN)/cmake -S $(@D)/source -B $(@D)/build -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) --log-level=ERROR \
+	  -DCMAKE_BUILD_TYPE=Release -DCMAKE_C_FLAGS=-w -DCMAKE_CXX_FLAGS=-w -DSUPPORT_REGEX_LOOKAHEAD=ON \
+	  -DCMAKE_INSTALL_PREFIX=$(abspath $(@D)/prefix)
+	$(BIN)/cmake --build $(@D)/build --parallel $(JOBS) -- --quiet
+	@$(BIN)/cmake --install $(@D)/build > $(@D)/install.log
+	@touch $@
 
 test-cpp: build/cpp/build.ninja
 	$(BIN)/cmake --build build/cpp --parallel $(JOBS) -- --quiet

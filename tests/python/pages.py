@@ -6,7 +6,10 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+
+from made_programs import scratch
 
 DOCS = Path(__file__).parents[2] / "docs"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -26,6 +29,14 @@ def follow(page: Path, folder: Path) -> list[str]:
         elif language == "sh":
             outputs.append(shell(code, folder))
     return outputs
+
+
+@cache
+def followed(page: Path) -> tuple[Path, list[str]]:
+    """Does it once for all tests, in a folder that is returned too and not to be changed."""
+    folder = scratch() / page.stem
+    folder.mkdir()
+    return folder, follow(page, folder)
 
 
 def section(page: Path, title: str) -> str:

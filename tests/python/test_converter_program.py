@@ -78,19 +78,11 @@ def test_a_program_of_upstreams_becomes_ours(
         assert error < 2**-8, error
 
 
-def of_two_methods(layout: str, path: Path) -> tuple[Layer, bytes]:
-    """A program whose methods read the same weights."""
-    layer = Layer(layout=layout)
-    methods = {
-        "one": Method(layer, (torch.zeros(1, DIM),)),
-        "two": Method(layer, (torch.zeros(2, DIM),)),
-    }
-    write_methods(methods, {}, path)
-    return layer, path.read_bytes()
-
-
 def test_methods_that_share_weights(tmp_path: Path) -> None:
-    layer, data = of_two_methods("moepack", tmp_path / "ours.pte")
+    layer, path = Layer(), tmp_path / "ours.pte"
+    methods = {name: Method(layer, (torch.zeros(n, DIM),)) for name, n in (("one", 1), ("two", 2))}
+    write_methods(methods, {}, path)
+    data = path.read_bytes()
     done = moepack.convert(data, layout="torchao")
     assert done.changes.scales == layer.scales()
     path = tmp_path / "there.pte"

@@ -14,6 +14,7 @@ from torch import Tensor
 import moepack
 import one_layer as made
 import pages
+import tiny_models
 from cmake_builds import ROOT, build_runner, install_moepack, jobs, wheel
 from moepack.exporter import export
 from moepack.exporter.lowering import write_program
@@ -84,6 +85,19 @@ def test_prompts_are_fed_as_the_program_takes_them(runner: Path, tokens: int, ap
     files = one_layer_program(tokens, apart)
     done = call(runner, *files, "--max-new-tokens", "12", ids=made.PROMPT)
     assert written(done) == one_layer().greedy(made.PROMPT, 12)
+
+
+def test_models_that_take_one_token_a_call(runner: Path, tmp_path: Path) -> None:
+    """Linear attention keeps a state, which every token changes: the prompt goes in one by one."""
+    model = moepack.quantize_(tiny_models.build("qwen3_next"), "int8-g32").model
+    export(model, tmp_path / "out", max_seq_len=40, linear="float", embedding="float")
+    loaded = Program.load(tmp_path / "out")
+    assert loaded.tokens_per_call == 1
+    prompt = tiny_models.tokens(17)[0].tolist()
+    expected = list(Generation(loaded, prompt, max_new_tokens=20))
+    assert len(expected) == 20
+    done = call(runner, tmp_path / "out/model.pte", "--max-new-tokens", "20", ids=prompt)
+    assert written(done) == expected
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -164,14 +178,31 @@ def test_without_a_tokenizer_library_text_is_refused(runner: Path, program: Path
     assert "this build has none, for CMake found no package 'tokenizers'" in done.stderr
 
 
-@pytest.mark.skipif(
-    "MOEPACK_TOKENIZERS" not in os.environ,
-    reason="MOEPACK_TOKENIZERS names no prefix where meta-pytorch/tokenizers is installed",
-)
-def test_text_with_the_tokenizer_library(folder: Path, program: Path, tmp_path: Path) -> None:
-    text = build_runner(
-        tmp_path / "runner", folder / "prefix", wheel(), os.environ["MOEPACK_TOKENIZERS"]
-    )
+@pytest.fixture(scope="module")
+def text_runner(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if "MOEPACK_TOKENIZERS" not in os.environ:
+        pytest.skip(
+            "MOEPACK_TOKENIZERS names no prefix with the tokenizer library, as test-all has"
+        )
+    build = tmp_path_factory.mktemp("text") / "build/runner"
+    return build_runner(build, folder / "prefix", wheel(), os.environ["MOEPACK_TOKENIZERS"])
+
+
+def test_the_tutorials_program_gives_the_text_of_python(text_runner: Path, tmp_path: Path) -> None:
+    page = pages.DOCS / "tutorial/export-llm.md"
+    made, outputs = pages.followed(page)
+    for name in ("model.pte", "tokenizer.json"):
+        (tmp_path / name).symlink_to(made / name)
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build/runner").symlink_to(text_runner.parent)
+    (command,) = (line for line in page.read_text("utf-8").splitlines() if "moepack_runner" in line)
+    text = pages.shell(command.strip(), tmp_path).removesuffix("\n")
+    assert len(text.split()) > 20
+    _, _, expected = outputs[-1].partition("The old man")
+    assert expected.partition("PyTorchObserver")[0].removesuffix("\n") == text
+
+
+def test_text_with_the_tokenizer_library(text_runner: Path, program: Path, tmp_path: Path) -> None:
     loaded = Program.load(program)
     tokenizer = Tokenizer.load(program.parent)
     files = (program, "--tokenizer", program.with_name("tokenizer.json"))
@@ -180,12 +211,12 @@ def test_text_with_the_tokenizer_library(folder: Path, program: Path, tmp_path: 
         "In the beginning",
         "na\N{LATIN SMALL LETTER I WITH DIAERESIS}ve",
     ):
-        done = call(text, *files, "--max-new-tokens", "20", "--prompt", prompt)
+        done = call(text_runner, *files, "--max-new-tokens", "20", "--prompt", prompt)
         ids = list(Generation(loaded, tokenizer.encode(prompt), max_new_tokens=20))
         assert done.stdout.removesuffix("\n") == tokenizer.decode(ids, skip_special=False)
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{", encoding="utf-8")
-    done = call(text, program, "--tokenizer", broken, "--prompt", "x")
+    done = call(text_runner, program, "--tokenizer", broken, "--prompt", "x")
     assert done.returncode == 1
     assert "is no tokenizer that can be read" in done.stderr.splitlines()[-1]
 

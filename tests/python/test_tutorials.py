@@ -1,16 +1,15 @@
 """The tutorials, executed as they are written: Python blocks are saved, shell blocks run."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from pages import DOCS, follow
+from pages import DOCS, followed
 
 
 @pytest.mark.slow
-def test_export_llm(tmp_path: Path) -> None:
-    outputs = follow(DOCS / "tutorial/export-llm.md", tmp_path)
+def test_export_llm() -> None:
+    _, outputs = followed(DOCS / "tutorial/export-llm.md")
     assert len(outputs) == 3
     words = re.findall(r"[a-z]+", outputs[-1].partition("The old man")[2])
     assert len(words) >= 15
