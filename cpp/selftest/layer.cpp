@@ -44,6 +44,24 @@ std::vector<std::uint8_t> made_blob(const Scheme& scheme, std::int64_t rows, std
   return blob;
 }
 
+void append_int(std::vector<std::uint8_t>& all, int value) {
+  for (int shift = 0; shift < 32; shift += 8) all.push_back(static_cast<std::uint8_t>(value >> shift));
+}
+
+// The layout "torchao": all bytes are codes, and the sums behind the scales are not looked at.
+std::vector<std::uint8_t> made_universal_blob(const Scheme& scheme, std::int64_t rows, std::int64_t cols,
+                                              Random& random) {
+  const int bits = cell_info(scheme.cell).bits;
+  std::vector<std::uint8_t> blob;
+  for (const int field : {6712, 1, bits, 0, 0, 8, 16, 2, 0, 0, 0, 0, 0, 0, 0, 0}) append_int(blob, field);
+  for (std::int64_t group = 0; group < rows / 8 * (cols / scheme.group); ++group) {
+    for (int i = 0; i < scheme.group * bits; ++i) blob.push_back(static_cast<std::uint8_t>(random.below(256)));
+    for (int row = 0; row < 8; ++row) append(blob, made_scale(ScaleType::fp32, random));
+    for (int row = 0; row < 8; ++row) append_int(blob, random.below(1000));
+  }
+  return blob;
+}
+
 ParallelFor threads(int count) {
   if (count == 1) return serial();
   return {count,
@@ -58,10 +76,16 @@ ParallelFor threads(int count) {
 
 }  // namespace
 
-Layer::Layer(const Scheme& scheme, const Dimensions& d, bool gated, Random& random) {
+Layer::Layer(const Dimensions& d, const ExpertAttributes& a, Random& random) {
+  const Scheme& scheme = *find_scheme(a.scheme);
+  const bool gated = a.activation != "relu2";
+  const auto made = [&](std::int64_t rows, std::int64_t cols, RowOrder order) {
+    return a.layout == "torchao" ? made_universal_blob(scheme, rows, cols, random)
+                                 : made_blob(scheme, rows, cols, order, random);
+  };
   for (std::int64_t e = 0; e < d.E; ++e) {
-    append(w13, made_blob(scheme, gated ? 2 * d.F : d.F, d.D, gated ? RowOrder::gate_up : RowOrder::plain, random));
-    append(w2, made_blob(scheme, d.D, d.F, RowOrder::plain, random));
+    append(w13, made(gated ? 2 * d.F : d.F, d.D, gated ? RowOrder::gate_up : RowOrder::plain));
+    append(w2, made(d.D, d.F, RowOrder::plain));
   }
   const std::int64_t experts = d.E;
   tensors = {w13.data(), w2.data(), static_cast<std::int64_t>(w13.size()) / experts,
@@ -77,10 +101,10 @@ Batch::Batch(const Dimensions& d, std::int64_t tokens, Random& random) {
   }
 }
 
-ExpertAttributes attributes(std::string_view scheme, std::string_view activation) {
+ExpertAttributes attributes(std::string_view scheme, std::string_view activation, std::string_view layout) {
   ExpertAttributes a;
   a.scheme = scheme;
-  a.layout = "moepack";
+  a.layout = layout;
   a.activation = activation;
   if (activation == "swiglu_oai") {
     a.act_alpha = 1.702;

@@ -28,7 +28,7 @@ class Random {
 };
 
 struct Layer {
-  Layer(const Scheme& scheme, const Dimensions& d, bool gated, Random& random);
+  Layer(const Dimensions& d, const ExpertAttributes& a, Random& random);
 
   std::vector<std::uint8_t> w13, w2;
   ExpertTensors tensors;
@@ -42,7 +42,7 @@ struct Batch {
   std::vector<float> weights;
 };
 
-ExpertAttributes attributes(std::string_view scheme, std::string_view activation);
+ExpertAttributes attributes(std::string_view scheme, std::string_view activation, std::string_view layout = "moepack");
 
 // Chooses an instruction set, or ends the program with the reason why not.
 void force(const std::string& isa);

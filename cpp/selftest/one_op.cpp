@@ -47,9 +47,9 @@ bool run_one_op(const OneOp& op) {
     return false;
   }
   Random random(1);
-  const Layer layer(*scheme, d, true, random);
-  const Batch batch = evenly_routed(d, op.tokens, random);
   const ExpertAttributes a = attributes(op.scheme, "silu");
+  const Layer layer(d, a, random);
+  const Batch batch = evenly_routed(d, op.tokens, random);
   Call call(d, a, layer, batch, 0, op.tokens, 1);
   const std::vector<float> expected = call.on("scalar");
   force(op.isa);

@@ -1,5 +1,5 @@
-// Compares every instruction set that this CPU runs with the scalar kernel, bit for bit: schemes, shapes with tails,
-// activations, batches, threads. Needs nothing but the core, so that it runs wherever the core compiles.
+// Compares every instruction set that this CPU runs with the scalar kernel, bit for bit: schemes, layouts, shapes with
+// tails, activations, batches, threads. Needs nothing but the core, so that it runs wherever the core compiles.
 //
 //     moepack_selftest [instruction set ...]
 //     moepack_selftest list
@@ -19,6 +19,7 @@ using namespace moepack;
 using namespace moepack::selftest;
 
 constexpr Dimensions kDimensions[] = {{128, 64, 4, 2}, {200, 72, 5, 3}, {33, 17, 3, 1}, {256, 300, 6, 6}, {1, 1, 1, 1}};
+constexpr Dimensions kWholeGroups = {256, 128, 3, 2};  // what the layout "torchao" can hold
 constexpr std::int64_t kTokens[] = {1, 2, 3, 4, 5, 7, 9, 40};
 constexpr int kThreads[] = {1, 3};
 
@@ -37,18 +38,16 @@ struct Counts {
   }
 };
 
-void compare(const std::vector<std::string>& isas, const Scheme& scheme, std::string_view activation,
-             const Dimensions& d, Counts& counts) {
-  Random random(static_cast<unsigned>(d.D * 31 + d.F + scheme.group));
-  const Layer layer(scheme, d, activation != "relu2", random);
-  const ExpertAttributes a = attributes(scheme.name, activation);
+void compare(const std::vector<std::string>& isas, const ExpertAttributes& a, const Dimensions& d, Counts& counts) {
+  Random random(static_cast<unsigned>(d.D * 31 + d.F + find_scheme(a.scheme)->group));
+  const Layer layer(d, a, random);
   for (const std::int64_t tokens : kTokens) {
     const Batch batch(d, tokens, random);
     const std::vector<float> expected = Call(d, a, layer, batch, 0, tokens, 1).on("scalar");
     counts.digest_of(expected);
     for (const std::string& isa : isas) {
-      const std::string what = isa + " " + std::string(scheme.name) + " " + std::string(activation) +
-                               " D=" + std::to_string(d.D) + " F=" + std::to_string(d.F) +
+      const std::string what = isa + " " + std::string(a.scheme) + " " + std::string(a.layout) + " " +
+                               std::string(a.activation) + " D=" + std::to_string(d.D) + " F=" + std::to_string(d.F) +
                                " T=" + std::to_string(tokens);
       for (const int count : kThreads)
         counts.count(same(Call(d, a, layer, batch, 0, tokens, count).on(isa), expected.data()), what);
@@ -68,9 +67,12 @@ int compare_all(std::vector<std::string> isas) {
   }
   Counts counts;
   for (const Scheme* scheme = schemes_begin(); scheme != schemes_end(); ++scheme)
-    for (const Dimensions& d : kDimensions) compare(isas, *scheme, "silu", d, counts);
+    for (const Dimensions& d : kDimensions) compare(isas, attributes(scheme->name, "silu"), d, counts);
   for (const std::string_view activation : {"gelu_tanh", "swiglu_oai", "relu2"})
-    compare(isas, *find_scheme("int4-g32"), activation, kDimensions[1], counts);
+    compare(isas, attributes("int4-g32", activation), kDimensions[1], counts);
+  for (const Scheme* scheme = schemes_begin(); scheme != schemes_end(); ++scheme)
+    if (cell_info(scheme->cell).scale == ScaleType::fp16)
+      compare(isas, attributes(scheme->name, "silu", "torchao"), kWholeGroups, counts);
   std::printf("digest %016llx\n%d passed, %d failed\n", static_cast<unsigned long long>(counts.digest), counts.passed,
               counts.failed);
   return counts.failed == 0 ? 0 : 1;

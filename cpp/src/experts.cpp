@@ -50,22 +50,16 @@ Rows take_rows(Arena& arena, std::int64_t count, std::int64_t cols, const Scheme
   return rows;
 }
 
-// Of the largest decoded panel.
-std::int64_t panel_bytes(const Matrix& w13, const Matrix& w2) {
-  return std::max(w13.scratch_bytes(), w2.scratch_bytes());
-}
-
 // A worker's own memory.
 struct Scratch {
   float* row;     // one row of x
   float* hidden;  // [kRowBlock][hidden block]
   float* up;
-  float* out;           // [pairs][panels of one task * 16]
-  std::uint8_t* panel;  // a decoded panel
+  float* out;  // [pairs][panels of one task * 16]
 };
 
 struct Buffers {
-  Buffers(const Shape& s, const Scheme& scheme, std::int64_t panel_bytes, int threads, void* base) : arena(base) {
+  Buffers(const Shape& s, const Scheme& scheme, int threads, void* base) : arena(base) {
     const std::int64_t tokens = chunk_tokens(s, scheme), pairs = tokens * s.K;
     hidden_block = round_up(std::min<std::int64_t>(kActivationGroup, s.F), kPanelColumns);
     out_panels = std::clamp<std::int64_t>(kOutFloats / (pairs * kPanelColumns), 1, kMaxOutPanels);
@@ -81,8 +75,7 @@ struct Buffers {
     for (int worker = 0; worker < threads; ++worker) {
       const Scratch own = {arena.take<float>(s.D), arena.take<float>(kRowBlock * hidden_block),
                            arena.take<float>(kRowBlock * hidden_block),
-                           arena.take<float>(pairs * out_panels * kPanelColumns),
-                           arena.take<std::uint8_t>(panel_bytes)};
+                           arena.take<float>(pairs * out_panels * kPanelColumns)};
       if (base) scratch[worker] = own;
     }
   }
@@ -120,7 +113,7 @@ class Experts {
         w13_(Matrix::w13(shape, attributes)),
         w2_(Matrix::w2(shape, attributes)),
         gemm_(w13_.gemm(kernel)),
-        buffers_(shape, scheme_, panel_bytes(w13_, w2_), parallel.threads, workspace) {
+        buffers_(shape, scheme_, parallel.threads, workspace) {
     const std::int64_t pairs = chunk_tokens(shape, scheme_) * shape.K;
     for (std::int64_t p = 0; p < pairs; ++p) buffers_.identity[p] = static_cast<std::int32_t>(p);
   }
@@ -207,7 +200,7 @@ class Experts {
       const float* bias = tensors_.bias13 ? tensors_.bias13 + e * w13_.rows() + column + c : nullptr;
       const auto multiply = [&](bool up, float* out) {
         float padded[kPanelColumns];
-        const Panel panel = w13_.panel(kernel_, blob13(e), (column + c) / kPanelColumns, up, scratch.panel);
+        const Panel panel = w13_.panel(blob13(e), (column + c) / kPanelColumns, up);
         gemm_(panel, buffers_.x, index, static_cast<int>(count),
               panel_bias(bias && up ? bias + s_.F : bias, columns - c, padded), out + c, width);
       };
@@ -245,7 +238,7 @@ class Experts {
         const std::int64_t c = column + p * kPanelColumns;
         float padded[kPanelColumns];
         const float* bias = tensors_.bias2 ? tensors_.bias2 + segment.expert * s_.D + c : nullptr;
-        const Panel panel = w2_.panel(kernel_, blob2(segment.expert), first + p, false, scratch.panel);
+        const Panel panel = w2_.panel(blob2(segment.expert), first + p, false);
         gemm_(panel, buffers_.h, buffers_.identity + segment.begin, segment.count, panel_bias(bias, s_.D - c, padded),
               scratch.out + segment.begin * width + p * kPanelColumns, width);
       }
@@ -280,8 +273,7 @@ class Experts {
 }  // namespace
 
 std::size_t experts_workspace_bytes(const Shape& shape, const ExpertAttributes& attributes, int threads) {
-  const std::int64_t decoded = panel_bytes(Matrix::w13(shape, attributes), Matrix::w2(shape, attributes));
-  return Buffers(shape, *find_scheme(attributes.scheme), decoded, threads, nullptr).arena.used();
+  return Buffers(shape, *find_scheme(attributes.scheme), threads, nullptr).arena.used();
 }
 
 Status quantized_experts(const Shape& shape, const ExpertAttributes& attributes, const ExpertTensors& tensors,

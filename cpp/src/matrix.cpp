@@ -64,27 +64,20 @@ Status Matrix::check(const std::uint8_t* blob, std::int64_t bytes) const {
                     : check_header(blob, bytes, scheme_, rows_, cols_, order_);
 }
 
-std::int64_t Matrix::scratch_bytes() const { return universal_ ? universal::panel_bytes(scheme_, cols_) : 0; }
-
-gemm::Panel Matrix::panel(const gemm::Kernel& kernel, const std::uint8_t* blob, std::int64_t index, bool up,
-                          std::uint8_t* scratch) const {
-  const int count = static_cast<int>(groups());
-  if (universal_) {
-    const std::int64_t skipped = up ? rows_ / 2 / kPanelColumns : 0;
-    universal::decode_panel(kernel, scheme_, blob, skipped + index, cols_, scratch);
-    return {scratch, count, scheme_.group, 1.0f};
-  }
+gemm::Panel Matrix::panel(const std::uint8_t* blob, std::int64_t index, bool up) const {
+  if (universal_) return universal::panel(scheme_, blob, (up ? rows_ / 2 / kPanelColumns : 0) + index, cols_);
   PackedHeader header;
   std::memcpy(&header, blob, sizeof header);
   const std::int64_t place = order_ == RowOrder::gate_up ? 2 * index + up : index;
-  return {blob + sizeof header + place * panel_bytes(scheme_, cols_), count, scheme_.group,
+  return {blob + sizeof header + place * panel_bytes(scheme_, cols_), static_cast<int>(groups()), scheme_.group,
           std::ldexp(1.0f, header.scale_exponent - value_exponent(scheme_.cell))};
 }
 
 gemm::Kernel::Gemm Matrix::gemm(const gemm::Kernel& kernel) const {
   using gemm::PanelKind;
-  const PanelKind kind = universal_ ? (scheme_.cell == Cell::int4 ? PanelKind::int4_fp32 : PanelKind::int8_fp32)
-                                    : panel_kind(scheme_.cell);
+  const PanelKind kind = universal_
+                             ? (scheme_.cell == Cell::int4 ? PanelKind::int4_universal : PanelKind::int8_universal)
+                             : panel_kind(scheme_.cell);
   return kernel.gemm[static_cast<int>(kind)];
 }
 

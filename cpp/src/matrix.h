@@ -1,5 +1,5 @@
 // One matrix of every expert, as its layout keeps it: how many bytes it takes, whether a blob is one, and its panels,
-// read in place or decoded.
+// read in place.
 #pragma once
 
 #include <cstdint>
@@ -23,11 +23,8 @@ class Matrix {
   // Refuses a blob of another format, scheme or shape.
   Status check(const std::uint8_t* blob, std::int64_t bytes) const;
 
-  // Bytes that panel() decodes into; 0 where it reads in place.
-  std::int64_t scratch_bytes() const;
   // The panel of rows 16 * index .. of gate, or of all rows without a gate; of up with `up`.
-  gemm::Panel panel(const gemm::Kernel& kernel, const std::uint8_t* blob, std::int64_t index, bool up,
-                    std::uint8_t* scratch) const;
+  gemm::Panel panel(const std::uint8_t* blob, std::int64_t index, bool up) const;
   gemm::Kernel::Gemm gemm(const gemm::Kernel& kernel) const;
 
  private:

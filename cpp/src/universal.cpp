@@ -56,17 +56,9 @@ Status check_header(const std::uint8_t* blob, std::int64_t bytes, const Scheme& 
   return {};
 }
 
-std::int64_t panel_bytes(const Scheme& scheme, std::int64_t cols) {
-  return cols / scheme.group * kPanelColumns *
-         (scheme.group * bits(scheme) / 8 + static_cast<std::int64_t>(sizeof(float)));
-}
-
-void decode_panel(const gemm::Kernel& kernel, const Scheme& scheme, const std::uint8_t* blob, std::int64_t index,
-                  std::int64_t cols, std::uint8_t* panel) {
-  const std::int64_t half = kRows * row_bytes(scheme, cols);
-  const std::uint8_t* first = blob + kHeaderBytes + 2 * index * half;
-  const auto decode = scheme.cell == Cell::int4 ? kernel.decode_universal4 : kernel.decode_universal8;
-  decode(first, first + half, static_cast<int>(cols / scheme.group), scheme.group, panel);
+gemm::Panel panel(const Scheme& scheme, const std::uint8_t* blob, std::int64_t index, std::int64_t cols) {
+  return {blob + kHeaderBytes + index * kPanelColumns * row_bytes(scheme, cols), static_cast<int>(cols / scheme.group),
+          scheme.group, 1.0f};
 }
 
 }  // namespace moepack::universal

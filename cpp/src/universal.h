@@ -17,10 +17,7 @@ std::int64_t blob_bytes(const Scheme& scheme, std::int64_t rows, std::int64_t co
 Status check_header(const std::uint8_t* blob, std::int64_t bytes, const Scheme& scheme, std::int64_t rows,
                     std::int64_t cols);
 
-// Bytes of a decoded panel of 16 columns.
-std::int64_t panel_bytes(const Scheme& scheme, std::int64_t cols);
-// Rows 16 * index .. as a panel of kind int4_fp32 or int8_fp32.
-void decode_panel(const gemm::Kernel& kernel, const Scheme& scheme, const std::uint8_t* blob, std::int64_t index,
-                  std::int64_t cols, std::uint8_t* panel);
+// Rows 16 * index .. as a panel of kind int4_universal or int8_universal.
+gemm::Panel panel(const Scheme& scheme, const std::uint8_t* blob, std::int64_t index, std::int64_t cols);
 
 }  // namespace moepack::universal

@@ -14,9 +14,7 @@ constexpr Kernel instantiate(const char* name) {
   return {
       name,
       {gemm<I, Int4Cell, HalfScales>, gemm<I, Int8Cell, HalfScales>, gemm_rows<CodeTile<I, Mxfp4Cell, E8m0Scales, 1>>,
-       gemm_rows<FloatTile<I>>, gemm<I, Int4Cell, SingleScales>, gemm<I, Int8Cell, SingleScales>},
-      decode_universal4<I>,
-      decode_universal8<I>,
+       gemm_rows<FloatTile<I>>, universal_gemm<I, UniversalInt4Cell>, universal_gemm<I, UniversalInt8Cell>},
       quantize<I>,
       activate<I>,
       router<I>,

@@ -30,8 +30,8 @@ struct Rows {
   std::int64_t value_stride;
 };
 
-// What a panel is made of: the cells of a group, then its 16 scales.
-enum class PanelKind { int4, int8, mxfp4, fp8, int4_fp32, int8_fp32, count };
+// What a panel is made of: the cells of a group, then its 16 scales. The universal kinds are torchao's (universal.h).
+enum class PanelKind { int4, int8, mxfp4, fp8, int4_universal, int8_universal, count };
 
 // 16 output columns of a packed matrix.
 struct Panel {
@@ -59,12 +59,6 @@ struct Kernel {
   using Gemm = void (*)(const Panel& panel, const Rows& rows, const std::int32_t* index, int count, const float* bias,
                         float* out, std::int64_t out_stride);
   Gemm gemm[static_cast<int>(PanelKind::count)];
-
-  // Two neighbouring 8-row panels of torchao's universal layout, `groups` groups of `group` k, as one panel of kind
-  // int4_fp32 or int8_fp32.
-  using DecodeUniversal = void (*)(const std::uint8_t* first, const std::uint8_t* second, int groups, int group,
-                                   std::uint8_t* panel);
-  DecodeUniversal decode_universal4, decode_universal8;
 
   // values[0 .. n) -> codes (zeros up to a multiple of group), scales, offsets.
   void (*quantize)(const float* values, std::int64_t n, int group, std::int8_t* codes, float* scales,

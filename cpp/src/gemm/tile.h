@@ -26,9 +26,16 @@ inline void add_nibbles(const std::uint8_t* cells, const std::int8_t* const* a, 
   for (int i = 0; i < M; ++i) sum[i] = I::end(partial[i], sum[i]);
 }
 
+// A cell says how many bytes a block of 32 k takes, where those of a panel begin, and in which vectors it is summed.
+struct PackedCell {
+  template <class I>
+  using Vector = I;
+  static const std::uint8_t* begin(const Panel& panel) { return panel.bytes; }
+};
+
 // 16 columns x 8 k per 64 bytes. Sums of 32 k fit I::Partial (int16 where that is exact).
-struct Int4Cell {
-  static constexpr int k = 8;
+struct Int4Cell : PackedCell {
+  static constexpr int block_bytes = 256;
 
   template <class I, int M>
   static inline void block(const std::uint8_t* cells, const std::int8_t* const* a, typename I::Int* sum) {
@@ -44,8 +51,8 @@ struct Int4Cell {
 };
 
 // 16 columns x 4 k per 64 bytes, signed.
-struct Int8Cell {
-  static constexpr int k = 4;
+struct Int8Cell : PackedCell {
+  static constexpr int block_bytes = 512;
 
   template <class I, int M>
   static inline void block(const std::uint8_t* cells, const std::int8_t* const* a, typename I::Int* sum) {
@@ -66,8 +73,8 @@ struct Int8Cell {
 };
 
 // e2m1: a nibble stands for twice its value plus 12, 0 .. 24. Sums of 16 k fit I::Partial.
-struct Mxfp4Cell {
-  static constexpr int k = 8;
+struct Mxfp4Cell : PackedCell {
+  static constexpr int block_bytes = 256;
 
   template <class I, int M>
   static inline void block(const std::uint8_t* cells, const std::int8_t* const* a, typename I::Int* sum) {
@@ -106,9 +113,7 @@ struct SingleScales {
   static constexpr int bytes = 4 * kLanes;
   template <class I>
   static inline typename I::Float load(const std::uint8_t* p) {
-    float scales[kLanes];
-    __builtin_memcpy(scales, p, sizeof scales);
-    return I::load(scales);
+    return I::load_single(p);
   }
 };
 
@@ -121,48 +126,48 @@ inline void prefetch(const std::uint8_t* w) {
 // Blocks: blocks of 32 k per weight group.
 template <class I, class Cell, class Scales, int Blocks>
 struct CodeTile {
+  using V = typename Cell::template Vector<I>;
   static constexpr int rows = I::tile_rows;
 
   template <int M>
   static inline void multiply(const Panel& panel, const Rows& rows, const std::int32_t* index, const float* bias,
                               float* out, std::int64_t out_stride) {
-    constexpr int block_bytes = 32 / Cell::k * 64;
     constexpr int groups_per_activation = kActivationGroup / (32 * Blocks);
     const std::int8_t* a[M];
     const float* a_scale[M];
     const std::int32_t* offset[M];
-    typename I::Float acc[M];
+    typename V::Float acc[M];
     for (int i = 0; i < M; ++i) {
       a[i] = rows.codes + index[i] * rows.code_stride;
       a_scale[i] = rows.scales + index[i] * rows.scale_stride;
       offset[i] = rows.offsets + index[i] * rows.offset_stride;
-      acc[i] = I::broadcast(0.0f);
+      acc[i] = V::broadcast(0.0f);
     }
-    const std::uint8_t* w = panel.bytes;
+    auto w = Cell::begin(panel);
     for (int first = 0; first < panel.groups; first += groups_per_activation) {
       const int last = first + groups_per_activation < panel.groups ? first + groups_per_activation : panel.groups;
-      typename I::Float inner[M];
-      for (int i = 0; i < M; ++i) inner[i] = I::broadcast(0.0f);
+      typename V::Float inner[M];
+      for (int i = 0; i < M; ++i) inner[i] = V::broadcast(0.0f);
       for (int g = first; g < last; ++g) {
-        typename I::Int sum[M];
-        for (int i = 0; i < M; ++i) sum[i] = Cell::template start<I>(offset[i][g]);
+        typename V::Int sum[M];
+        for (int i = 0; i < M; ++i) sum[i] = Cell::template start<V>(offset[i][g]);
 #pragma GCC unroll 1
-        for (int b = 0; b < Blocks; ++b, w += block_bytes) {
-          prefetch<I, block_bytes / 64>(w);
-          Cell::template block<I, M>(w, a, sum);
+        for (int b = 0; b < Blocks; ++b, w += Cell::block_bytes) {
+          prefetch<I, Cell::block_bytes / 64>(w);
+          Cell::template block<V, M>(w, a, sum);
           for (int i = 0; i < M; ++i) a[i] += 32;
         }
         prefetch<I, 1>(w);
-        const typename I::Float w_scale = Scales::template load<I>(w);
+        const typename V::Float w_scale = Scales::template load<V>(w);
         w += Scales::bytes;
-        for (int i = 0; i < M; ++i) inner[i] = I::fma(I::to_float(sum[i]), w_scale, inner[i]);
+        for (int i = 0; i < M; ++i) inner[i] = V::fma(V::to_float(sum[i]), w_scale, inner[i]);
       }
-      for (int i = 0; i < M; ++i) acc[i] = I::fma(inner[i], I::broadcast(*a_scale[i]++), acc[i]);
+      for (int i = 0; i < M; ++i) acc[i] = V::fma(inner[i], V::broadcast(*a_scale[i]++), acc[i]);
     }
     for (int i = 0; i < M; ++i) {
-      typename I::Float result = I::mul(acc[i], I::broadcast(panel.scale));
-      if (bias) result = I::add(result, I::load(bias));
-      I::store(out + i * out_stride, result);
+      typename V::Float result = V::mul(acc[i], V::broadcast(panel.scale));
+      if (bias) result = V::add(result, V::load(bias));
+      V::store(out + i * out_stride, result);
     }
   }
 };

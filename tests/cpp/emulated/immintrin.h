@@ -73,7 +73,7 @@ inline std::int32_t to_int(float x) {
 }
 
 template <class Register>
-Register dpbusd(const Register& sum, const Register& a, const Register& b) {
+[[gnu::noinline]] Register dpbusd(const Register& sum, const Register& a, const Register& b) {
   const auto s = lanes<std::uint32_t>(sum);
   const auto u = lanes<std::uint8_t>(a);
   const auto i = lanes<std::int8_t>(b);
@@ -167,15 +167,14 @@ Register shuffled_bytes(const Register& a, const Register& index) {
   MOEPACK_SET1(prefix##_set1_epi16, Register, std::int16_t)                                                  \
   MOEPACK_SET1(prefix##_set1_epi32, Register, std::int32_t)                                                  \
   MOEPACK_LANES2(prefix##_and_si##width, Register, std::uint8_t, a& b)                                       \
-  MOEPACK_LANES2(prefix##_or_si##width, Register, std::uint8_t, a | b)                                       \
   MOEPACK_LANES2(prefix##_xor_si##width, Register, std::uint8_t, a ^ b)                                      \
   MOEPACK_LANES2(prefix##_add_epi32, Register, std::uint32_t, a + b)                                         \
   MOEPACK_LANES2(prefix##_max_epi32, Register, std::int32_t, a > b ? a : b)                                  \
   MOEPACK_SHIFTED(prefix##_slli_epi16, Register, std::uint16_t, a << n)                                      \
   MOEPACK_SHIFTED(prefix##_srli_epi16, Register, std::uint16_t, a >> n)                                      \
   MOEPACK_SHIFTED(prefix##_srai_epi16, Register, std::int16_t, a >> n)                                       \
-  MOEPACK_SHIFTED(prefix##_slli_epi32, Register, std::uint32_t, a << n)                                      \
   MOEPACK_SHIFTED(prefix##_srli_epi64, Register, std::uint64_t, a >> n)                                      \
+  MOEPACK_SHIFTED(prefix##_slli_epi32, Register, std::uint32_t, a << n)                                      \
   inline Register prefix##_loadu_si##width(const void* p) { return moepack::emulated::loaded<Register>(p); } \
   inline void prefix##_storeu_si##width(void* p, Register a) { std::memcpy(p, &a, sizeof a); }               \
   inline Register prefix##_shuffle_epi8(Register a, Register index) {                                        \
@@ -187,6 +186,8 @@ MOEPACK_FLOATS(512, __m512, __m512i)
 MOEPACK_INTEGERS(_mm, 128, __m128i)
 MOEPACK_INTEGERS(_mm256, 256, __m256i)
 MOEPACK_INTEGERS(_mm512, 512, __m512i)
+MOEPACK_SET1(_mm256_set1_epi64x, __m256i, std::int64_t)
+MOEPACK_SET1(_mm512_set1_epi64, __m512i, std::int64_t)
 
 inline void _mm_prefetch(const char*, int) {}
 
@@ -234,6 +235,11 @@ inline __m128i _mm_setr_epi8(std::int8_t b0, std::int8_t b1, std::int8_t b2, std
   const std::int8_t bytes[] = {b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, b12, b13, b14, b15};
   return moepack::emulated::loaded<__m128i>(bytes);
 }
+inline __m512i _mm512_setr_epi64(std::int64_t q0, std::int64_t q1, std::int64_t q2, std::int64_t q3, std::int64_t q4,
+                                 std::int64_t q5, std::int64_t q6, std::int64_t q7) {
+  const std::int64_t lanes[] = {q0, q1, q2, q3, q4, q5, q6, q7};
+  return moepack::emulated::loaded<__m512i>(lanes);
+}
 inline __m128i _mm_loadl_epi64(const __m128i* p) {
   __m128i result = {};
   std::memcpy(&result, p, 8);
@@ -245,6 +251,7 @@ inline __m512i _mm512_cvtepu8_epi32(__m128i a) { return moepack::emulated::widen
 inline __m256i _mm256_broadcastsi128_si256(__m128i a) { return moepack::emulated::repeated<__m256i>(a); }
 inline __m512i _mm512_broadcast_i32x4(__m128i a) { return moepack::emulated::repeated<__m512i>(a); }
 MOEPACK_CAST(_mm256_castsi256_si128, __m128i, __m256i)
+MOEPACK_CAST(_mm512_castsi512_si256, __m256i, __m512i)
 inline __m128i _mm256_extracti128_si256(__m256i a, int half) {
   return moepack::emulated::loaded<__m128i>(a.bytes + 16 * half);
 }
@@ -272,11 +279,57 @@ inline __m256i _mm256_permute4x64_epi64(__m256i a, int order) {
   const auto x = moepack::emulated::lanes<std::uint64_t>(a);
   return moepack::emulated::made<std::uint64_t, __m256i>([&](int i) { return x.v[order >> 2 * i & 3]; });
 }
-inline __m256 _mm256_shuffle_ps(__m256 a, __m256 b, int order) {
+inline __m512 _mm512_shuffle_ps(__m512 a, __m512 b, int order) {
   const auto x = moepack::emulated::lanes<std::uint32_t>(a), y = moepack::emulated::lanes<std::uint32_t>(b);
-  return moepack::emulated::made<std::uint32_t, __m256>([&](int i) {
+  return moepack::emulated::made<std::uint32_t, __m512>([&](int i) {
     const int from = i / 4 * 4 + (order >> 2 * (i % 4) & 3);
     return i % 4 < 2 ? x.v[from] : y.v[from];
+  });
+}
+// Each half is one of the four halves of a and b; clearing one is not used.
+inline __m256i _mm256_permute2x128_si256(__m256i a, __m256i b, int order) {
+  return moepack::emulated::made<std::uint8_t, __m256i>([&](int i) {
+    const int half = order >> 4 * (i / 16) & 3;
+    return (half < 2 ? a : b).bytes[16 * (half % 2) + i % 16];
+  });
+}
+// 128 bits at a time: two of a, then two of b.
+inline __m512i _mm512_shuffle_i64x2(__m512i a, __m512i b, int order) {
+  return moepack::emulated::made<std::uint8_t, __m512i>(
+      [&](int i) { return (i < 32 ? a : b).bytes[16 * (order >> 2 * (i / 16) & 3) + i % 16]; });
+}
+inline __m512i _mm512_castsi256_si512(__m256i a) {
+  __m512i result = {};
+  std::memcpy(&result, &a, sizeof a);
+  return result;
+}
+inline __m512i _mm512_inserti64x4(__m512i a, __m256i b, int half) {
+  std::memcpy(a.bytes + 32 * half, &b, sizeof b);
+  return a;
+}
+inline __m512i _mm512_castsi128_si512(__m128i a) {
+  __m512i result = {};
+  std::memcpy(&result, &a, sizeof a);
+  return result;
+}
+inline __m256i _mm512_extracti64x4_epi64(__m512i a, int half) {
+  return moepack::emulated::loaded<__m256i>(a.bytes + 32 * half);
+}
+inline __m512i _mm512_permutexvar_epi64(__m512i index, __m512i a) {
+  const auto from = moepack::emulated::lanes<std::uint64_t>(index), x = moepack::emulated::lanes<std::uint64_t>(a);
+  return moepack::emulated::made<std::uint64_t, __m512i>([&](int i) { return x.v[from.v[i] & 7]; });
+}
+inline __m256i _mm512_cvtepi64_epi32(__m512i a) {
+  const auto x = moepack::emulated::lanes<std::uint64_t>(a);
+  return moepack::emulated::made<std::uint32_t, __m256i>([&](int i) { return x.v[i]; });
+}
+// Sums of neighbours, two of a and two of b in each half.
+inline __m256i _mm256_hadd_epi32(__m256i a, __m256i b) {
+  const auto x = moepack::emulated::lanes<std::uint32_t>(a), y = moepack::emulated::lanes<std::uint32_t>(b);
+  return moepack::emulated::made<std::uint32_t, __m256i>([&](int i) {
+    const auto& from = i % 4 < 2 ? x : y;
+    const int at = i / 4 * 4 + 2 * (i % 2);
+    return from.v[at] + from.v[at + 1];
   });
 }
 // Bytes of a and b in turn.

@@ -46,16 +46,57 @@ struct Avx2 : VectorAvx2 {
     sum.hi = _mm256_add_epi16(sum.hi, _mm256_maddubs_epi16(w.k4_hi, a4));
     keep_order(sum.lo, sum.hi);
   }
-  // |w| is unsigned for maddubs and its sign goes to the activations, which are never -128; 2 * 128 * 127 fits int16.
   static void mac(Int& sum, const Bytes& w, const std::int8_t* a) {
-    const __m256i one = _mm256_set1_epi16(1), x = broadcast4(a);
-    const __m256i lo = _mm256_maddubs_epi16(_mm256_abs_epi8(w.lo), _mm256_sign_epi8(x, w.lo));
-    const __m256i hi = _mm256_maddubs_epi16(_mm256_abs_epi8(w.hi), _mm256_sign_epi8(x, w.hi));
-    sum.lo = _mm256_add_epi32(sum.lo, _mm256_madd_epi16(lo, one));
-    sum.hi = _mm256_add_epi32(sum.hi, _mm256_madd_epi16(hi, one));
+    const __m256i x = broadcast4(a);
+    sum.lo = add_products(sum.lo, w.lo, x);
+    sum.hi = add_products(sum.hi, w.hi, x);
   }
 
+  struct Half : PiecesAvx2 {
+    static Int start_int8(std::int32_t) { return _mm256_setzero_si256(); }
+
+    template <int M>
+    static void nibble_block(const std::uint8_t* pieces, const std::int8_t* const* a, Int* sum) {
+      const __m256i one = _mm256_set1_epi16(1);
+      __m256i low[M] = {}, high[M] = {};
+#pragma GCC unroll 4
+      for (int k = 0; k < 32; k += 8, pieces += 32) {
+        const Rows w = nibbles(pieces);
+#pragma GCC unroll 16
+        for (int i = 0; i < M; ++i) {
+          const __m256i x = broadcast8(a[i] + k);
+          low[i] = _mm256_add_epi16(low[i], _mm256_maddubs_epi16(w.low, x));
+          high[i] = _mm256_add_epi16(high[i], _mm256_maddubs_epi16(w.high, x));
+          keep_order(low[i], high[i]);
+        }
+      }
+      for (int i = 0; i < M; ++i)
+        sum[i] = _mm256_add_epi32(sum[i], fold(_mm256_madd_epi16(low[i], one), _mm256_madd_epi16(high[i], one)));
+    }
+
+    template <int M>
+    static void byte_block(const std::uint8_t* pieces, const std::int8_t* const* a, Int* sum) {
+      Int low[M] = {}, high[M] = {};
+#pragma GCC unroll 4
+      for (int k = 0; k < 32; k += 8, pieces += 64) {
+        const Rows w = bytes(pieces);
+#pragma GCC unroll 16
+        for (int i = 0; i < M; ++i) {
+          const __m256i x = broadcast8(a[i] + k);
+          low[i] = add_products(low[i], w.low, x);
+          high[i] = add_products(high[i], w.high, x);
+        }
+      }
+      for (int i = 0; i < M; ++i) sum[i] = _mm256_add_epi32(sum[i], fold(low[i], high[i]));
+    }
+  };
+
  private:
+  // |w| is unsigned for maddubs and its sign goes to the activations, which are never -128; 2 * 128 * 127 fits int16.
+  static __m256i add_products(__m256i sum, __m256i w, __m256i x) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
   // gcc otherwise sinks the additions below all multiplications of a group and spills their products.
   static void keep_order(__m256i& a, __m256i& b) { asm("" : "+x"(a), "+x"(b)); }
 };

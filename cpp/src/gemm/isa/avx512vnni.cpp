@@ -2,15 +2,16 @@
 #include <immintrin.h>
 
 #include "gemm/instantiate.h"
-#include "gemm/isa/universal_avx2.h"
+#include "gemm/isa/half_avx2.h"
 
 namespace moepack::gemm {
 namespace {
 
-struct Avx512Vnni : UniversalAvx2 {
+struct Avx512Vnni {
   static constexpr int tile_rows = 8;
   static constexpr int float_rows = 12;
 
+  struct Half;
   using Float = __m512;
   using Int = __m512i;
   using Partial = __m512i;
@@ -24,6 +25,8 @@ struct Avx512Vnni : UniversalAvx2 {
   static Float broadcast(float x) { return _mm512_set1_ps(x); }
   static Float load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, Float a) { _mm512_storeu_ps(p, a); }
+  static Float load_single(const std::uint8_t* p) { return _mm512_castsi512_ps(_mm512_loadu_si512(p)); }
+  static Float load_single(const BothHalves& p) { return _mm512_castsi512_ps(both(p)); }
   static Float load_half(const std::uint8_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
@@ -90,12 +93,109 @@ struct Avx512Vnni : UniversalAvx2 {
     sum = _mm512_dpbusd_epi32(sum, w.code_plus_128, broadcast4(a));
   }
 
+  template <int M>
+  static void nibble_block(BothHalves pieces, const std::int8_t* const* a, Int* sum) {
+    const __m512i mask = _mm512_set1_epi8(15);
+    RowPairs pairs[M] = {};
+#pragma GCC unroll 4
+    for (int k = 0; k < 32; k += 8, pieces += 32) {
+      const __m512i line = both(pieces);
+      const RowPairs w = {_mm512_and_si512(line, mask), _mm512_and_si512(_mm512_srli_epi16(line, 4), mask)};
+#pragma GCC unroll 16
+      for (int i = 0; i < M; ++i) pairs[i].mac(w, broadcast8(a[i] + k));
+    }
+    for (int i = 0; i < M; ++i) sum[i] = _mm512_add_epi32(sum[i], pairs[i].fold());
+  }
+
+  template <int M>
+  static void byte_block(BothHalves pieces, const std::int8_t* const* a, Int* sum) {
+    const __m512i offset = _mm512_set1_epi8(-128);
+    RowPairs pairs[M] = {};
+#pragma GCC unroll 4
+    for (int k = 0; k < 32; k += 8, pieces += 64) {
+      const __m512i first = _mm512_xor_si512(_mm512_loadu_si512(pieces.first), offset);
+      const __m512i second = _mm512_xor_si512(_mm512_loadu_si512(pieces.second), offset);
+      const RowPairs w = {_mm512_shuffle_i64x2(first, second, 0x88), _mm512_shuffle_i64x2(first, second, 0xdd)};
+#pragma GCC unroll 16
+      for (int i = 0; i < M; ++i) pairs[i].mac(w, broadcast8(a[i] + k));
+    }
+    for (int i = 0; i < M; ++i) sum[i] = _mm512_add_epi32(sum[i], pairs[i].fold());
+  }
+
  private:
+  // Of torchao's rows 0, 1, 4, 5 and 2, 3, 6, 7, for k = 0..3 and k = 4..7 side by side: unsigned codes, or sums.
+  struct RowPairs {
+    __m512i low, high;
+
+    void mac(const RowPairs& w, __m512i x) {
+      low = _mm512_dpbusd_epi32(low, w.low, x);
+      high = _mm512_dpbusd_epi32(high, w.high, x);
+    }
+    // Added, neighbours fall into the order of rows.
+    __m512i fold() const {
+      const __m512 even = _mm512_shuffle_ps(_mm512_castsi512_ps(low), _mm512_castsi512_ps(high), 0x88);
+      const __m512 odd = _mm512_shuffle_ps(_mm512_castsi512_ps(low), _mm512_castsi512_ps(high), 0xdd);
+      return _mm512_add_epi32(_mm512_castps_si512(even), _mm512_castps_si512(odd));
+    }
+  };
+
+  static __m512i both(const BothHalves& p) {
+    const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p.first));
+    const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p.second));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+  }
+  static __m512i broadcast8(const std::int8_t* p) {
+    std::int64_t eight;
+    __builtin_memcpy(&eight, p, sizeof eight);
+    return _mm512_set1_epi64(eight);
+  }
   static __m128i load16(const std::uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
   static __m512i broadcast4(const std::int8_t* p) {
     std::int32_t four;
     __builtin_memcpy(&four, p, sizeof four);
     return _mm512_set1_epi32(four);
+  }
+};
+
+// One half at a time: two 4-bit pieces a register, which are 16 k, or one 8-bit piece.
+struct Avx512Vnni::Half : HalfAvx2 {
+  // -8 * sum, times 16: cancels the 128 that makes the codes unsigned.
+  static Int start_int8(std::int32_t offset) { return broadcast_int(offset * 16); }
+
+  template <int M>
+  static void nibble_block(const std::uint8_t* pieces, const std::int8_t* const* a, Int* sum) {
+    const __m512i mask = _mm512_set1_epi8(15), spread = _mm512_setr_epi64(0, 0, 0, 0, 1, 1, 1, 1);
+    RowPairs pairs[M] = {};
+#pragma GCC unroll 2
+    for (int k = 0; k < 32; k += 16, pieces += 64) {
+      const __m512i line = _mm512_loadu_si512(pieces);
+      const RowPairs w = {_mm512_and_si512(line, mask), _mm512_and_si512(_mm512_srli_epi16(line, 4), mask)};
+#pragma GCC unroll 16
+      for (int i = 0; i < M; ++i) {
+        const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a[i] + k));
+        pairs[i].mac(w, _mm512_permutexvar_epi64(spread, _mm512_castsi128_si512(codes)));
+      }
+    }
+    for (int i = 0; i < M; ++i) {
+      const __m512i pieces_apart = pairs[i].fold();
+      sum[i] = _mm256_add_epi32(
+          sum[i], _mm256_add_epi32(_mm512_castsi512_si256(pieces_apart), _mm512_extracti64x4_epi64(pieces_apart, 1)));
+    }
+  }
+
+  template <int M>
+  static void byte_block(const std::uint8_t* pieces, const std::int8_t* const* a, Int* sum) {
+    __m512i pairs[M] = {};
+#pragma GCC unroll 4
+    for (int k = 0; k < 32; k += 8, pieces += 64) {
+      const __m512i line = _mm512_xor_si512(_mm512_loadu_si512(pieces), _mm512_set1_epi8(-128));
+#pragma GCC unroll 16
+      for (int i = 0; i < M; ++i) pairs[i] = _mm512_dpbusd_epi32(pairs[i], line, broadcast8(a[i] + k));
+    }
+    for (int i = 0; i < M; ++i) {
+      const __m512i neighbours = _mm512_add_epi32(pairs[i], _mm512_srli_epi64(pairs[i], 32));
+      sum[i] = _mm256_add_epi32(sum[i], _mm512_cvtepi64_epi32(neighbours));
+    }
   }
 };
 

@@ -5,16 +5,65 @@
 namespace moepack::gemm {
 namespace {
 
-struct Scalar {
+// What every vector does, of 16 lanes or of 8.
+template <int N>
+struct Lanes {
+  struct Float {
+    float v[N];
+  };
+  struct Int {
+    std::int32_t v[N];
+  };
+
+  template <class F>
+  static Float lanes(F f) {
+    Float result;
+    for (int l = 0; l < N; ++l) result.v[l] = f(l);
+    return result;
+  }
+  template <class F>
+  static Int int_lanes(F f) {
+    Int result;
+    for (int l = 0; l < N; ++l) result.v[l] = f(l);
+    return result;
+  }
+
+  static Float broadcast(float x) {
+    return lanes([=](int) { return x; });
+  }
+  static Float load(const float* p) {
+    return lanes([=](int l) { return p[l]; });
+  }
+  static Float load_single(const std::uint8_t* p) {
+    Float result;
+    __builtin_memcpy(&result, p, sizeof result);
+    return result;
+  }
+  static void store(float* p, const Float& a) {
+    for (int l = 0; l < N; ++l) p[l] = a.v[l];
+  }
+  static Float add(const Float& a, const Float& b) {
+    return lanes([&](int l) { return a.v[l] + b.v[l]; });
+  }
+  static Float mul(const Float& a, const Float& b) {
+    return lanes([&](int l) { return a.v[l] * b.v[l]; });
+  }
+  static Float fma(const Float& a, const Float& b, const Float& c) {
+    return lanes([&](int l) { return __builtin_fmaf(a.v[l], b.v[l], c.v[l]); });
+  }
+  static Float to_float(const Int& a) {
+    return lanes([&](int l) { return static_cast<float>(a.v[l]); });
+  }
+  static Int broadcast_int(std::int32_t x) {
+    return int_lanes([=](int) { return x; });
+  }
+  static Int start_int8(std::int32_t) { return broadcast_int(0); }
+};
+
+struct Scalar : Lanes<kLanes> {
   static constexpr int tile_rows = 1;
   static constexpr int float_rows = 1;
 
-  struct Float {
-    float v[kLanes];
-  };
-  struct Int {
-    std::int32_t v[kLanes];
-  };
   using Partial = Int;
   struct Nibbles {
     const std::uint8_t* cell;
@@ -26,28 +75,6 @@ struct Scalar {
     const std::uint8_t* cell;
   };
 
-  template <class F>
-  static Float lanes(F f) {
-    Float result;
-    for (int l = 0; l < kLanes; ++l) result.v[l] = f(l);
-    return result;
-  }
-  template <class F>
-  static Int int_lanes(F f) {
-    Int result;
-    for (int l = 0; l < kLanes; ++l) result.v[l] = f(l);
-    return result;
-  }
-
-  static Float broadcast(float x) {
-    return lanes([=](int) { return x; });
-  }
-  static Float load(const float* p) {
-    return lanes([=](int l) { return p[l]; });
-  }
-  static void store(float* p, const Float& a) {
-    for (int l = 0; l < kLanes; ++l) p[l] = a.v[l];
-  }
   static Float load_half(const std::uint8_t* p) {
     return lanes([=](int l) { return half(static_cast<std::uint32_t>(p[2 * l] | p[2 * l + 1] << 8)); });
   }
@@ -58,20 +85,11 @@ struct Scalar {
     return lanes([=](int l) { return half(static_cast<std::uint32_t>((p[l] & 0x80) << 8 | (p[l] & 0x7f) << 7)); });
   }
 
-  static Float add(const Float& a, const Float& b) {
-    return lanes([&](int l) { return a.v[l] + b.v[l]; });
-  }
   static Float sub(const Float& a, const Float& b) {
     return lanes([&](int l) { return a.v[l] - b.v[l]; });
   }
-  static Float mul(const Float& a, const Float& b) {
-    return lanes([&](int l) { return a.v[l] * b.v[l]; });
-  }
   static Float div(const Float& a, const Float& b) {
     return lanes([&](int l) { return a.v[l] / b.v[l]; });
-  }
-  static Float fma(const Float& a, const Float& b, const Float& c) {
-    return lanes([&](int l) { return __builtin_fmaf(a.v[l], b.v[l], c.v[l]); });
   }
   static Float min(const Float& a, const Float& b) {
     return lanes([&](int l) { return a.v[l] < b.v[l] ? a.v[l] : b.v[l]; });
@@ -112,35 +130,11 @@ struct Scalar {
     for (int l = 1; l < kLanes; ++l) result = a.v[l] > result ? a.v[l] : result;
     return result;
   }
-  static Float to_float(const Int& a) {
-    return lanes([&](int l) { return static_cast<float>(a.v[l]); });
-  }
   static void store_codes(std::int8_t* p, const Float& a) {
     for (int l = 0; l < kLanes; ++l) p[l] = static_cast<std::int8_t>(a.v[l]);
   }
 
-  static Int broadcast_int(std::int32_t x) {
-    return int_lanes([=](int) { return x; });
-  }
-  static Int start_int8(std::int32_t) { return broadcast_int(0); }
   static void prefetch(const std::uint8_t*) {}
-
-  static void universal_nibbles(const std::uint8_t* in, std::uint8_t* out) {
-    constexpr int rows[] = {0, 1, 4, 5};
-    for (int i = 0; i < 4; ++i)
-      for (int k = 0; k < 4; ++k) {
-        const int k0 = in[8 * i + k], k4 = in[8 * i + 4 + k];
-        out[4 * rows[i] + k] = static_cast<std::uint8_t>((k0 & 15) | (k4 & 15) << 4);
-        out[4 * (rows[i] + 2) + k] = static_cast<std::uint8_t>(k0 >> 4 | (k4 & 0xf0));
-      }
-  }
-  static void universal_bytes(const std::uint8_t* in, std::uint8_t* k0, std::uint8_t* k4) {
-    for (int row = 0; row < 8; ++row)
-      for (int k = 0; k < 4; ++k) {
-        k0[4 * row + k] = in[8 * row + k];
-        k4[4 * row + k] = in[8 * row + 4 + k];
-      }
-  }
 
   // A sum of 32 k begins and ends in a Partial; where that is an Int, it goes on from the sum so far.
   static Partial begin(const Int& sum) { return sum; }
@@ -168,6 +162,26 @@ struct Scalar {
     for (int c = 0; c < kLanes; ++c)
       for (int j = 0; j < 4; ++j) sum.v[c] += static_cast<std::int8_t>(w.cell[4 * c + j]) * a[j];
   }
+
+  struct Half : Lanes<kHalfLanes> {
+    template <int M>
+    static void nibble_block(const std::uint8_t* pieces, const std::int8_t* const* a, Int* sum) {
+      constexpr int rows[] = {0, 1, 4, 5};
+      for (int k = 0; k < 32; k += 8, pieces += 32)
+        for (int i = 0; i < 4; ++i)
+          for (int j = 0; j < 8; ++j) {
+            const int byte = pieces[8 * i + j];
+            sum->v[rows[i]] += (byte & 15) * a[0][k + j];
+            sum->v[rows[i] + 2] += (byte >> 4) * a[0][k + j];
+          }
+    }
+    template <int M>
+    static void byte_block(const std::uint8_t* pieces, const std::int8_t* const* a, Int* sum) {
+      for (int k = 0; k < 32; k += 8, pieces += 64)
+        for (int row = 0; row < 8; ++row)
+          for (int j = 0; j < 8; ++j) sum->v[row] += static_cast<std::int8_t>(pieces[8 * row + j]) * a[0][k + j];
+    }
+  };
 
  private:
   static float from_bits(std::uint32_t bits) {

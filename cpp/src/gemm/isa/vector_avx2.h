@@ -5,12 +5,12 @@
 
 #include <cstdint>
 
-#include "gemm/isa/universal_avx2.h"
+#include "gemm/isa/half_avx2.h"
 
 namespace moepack::gemm {
 namespace {
 
-struct VectorAvx2 : UniversalAvx2 {
+struct VectorAvx2 {
   static constexpr int float_rows = 6;
 
   struct Float {
@@ -25,6 +25,9 @@ struct VectorAvx2 : UniversalAvx2 {
   static void store(float* p, Float a) {
     _mm256_storeu_ps(p, a.lo);
     _mm256_storeu_ps(p + 8, a.hi);
+  }
+  static Float load_single(const std::uint8_t* p) {
+    return {_mm256_castsi256_ps(load_bytes(p)), _mm256_castsi256_ps(load_bytes(p + 32))};
   }
   static Float load_half(const std::uint8_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),

@@ -1,4 +1,4 @@
-// 16 lanes as four 128-bit registers: everything but the integer dot products.
+// 16 lanes as four 128-bit registers, or 8 as two: everything but the integer dot products.
 #pragma once
 
 #include <arm_neon.h>
@@ -8,23 +8,30 @@
 namespace moepack::gemm {
 namespace {
 
-struct VectorNeon {
-  static constexpr int float_rows = 4;
-
+// What every vector does, of N registers.
+template <int N>
+struct LanesNeon {
   struct Float {
-    float32x4_t v[4];
+    float32x4_t v[N];
   };
   struct Int {
-    int32x4_t v[4];
+    int32x4_t v[N];
   };
 
+  // Written out: gcc keeps an array that a loop fills in memory.
   template <class F>
   static Float floats(F f) {
-    return {{f(0), f(1), f(2), f(3)}};
+    if constexpr (N == 2)
+      return {{f(0), f(1)}};
+    else
+      return {{f(0), f(1), f(2), f(3)}};
   }
   template <class F>
   static Int ints(F f) {
-    return {{f(0), f(1), f(2), f(3)}};
+    if constexpr (N == 2)
+      return {{f(0), f(1)}};
+    else
+      return {{f(0), f(1), f(2), f(3)}};
   }
 
   static Float broadcast(float x) {
@@ -33,9 +40,34 @@ struct VectorNeon {
   static Float load(const float* p) {
     return floats([=](int i) { return vld1q_f32(p + 4 * i); });
   }
-  static void store(float* p, const Float& a) {
-    for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, a.v[i]);
+  static Float load_single(const std::uint8_t* p) {
+    return floats([=](int i) { return vreinterpretq_f32_u8(vld1q_u8(p + 16 * i)); });
   }
+  static void store(float* p, const Float& a) {
+    for (int i = 0; i < N; ++i) vst1q_f32(p + 4 * i, a.v[i]);
+  }
+  static Float add(const Float& a, const Float& b) {
+    return floats([&](int i) { return vaddq_f32(a.v[i], b.v[i]); });
+  }
+  static Float mul(const Float& a, const Float& b) {
+    return floats([&](int i) { return vmulq_f32(a.v[i], b.v[i]); });
+  }
+  static Float fma(const Float& a, const Float& b, const Float& c) {
+    return floats([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); });
+  }
+  static Float to_float(const Int& a) {
+    return floats([&](int i) { return vcvtq_f32_s32(a.v[i]); });
+  }
+  static Int broadcast_int(std::int32_t x) {
+    return ints([=](int) { return vdupq_n_s32(x); });
+  }
+  // Codes are signed bytes here: nothing to cancel.
+  static Int start_int8(std::int32_t) { return broadcast_int(0); }
+};
+
+struct VectorNeon : LanesNeon<4> {
+  static constexpr int float_rows = 4;
+
   static Float load_half(const std::uint8_t* p) {
     return floats([=](int i) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i))); });
   }
@@ -58,20 +90,11 @@ struct VectorNeon {
              vcvt_f32_f16(vget_high_f16(high))}};
   }
 
-  static Float add(const Float& a, const Float& b) {
-    return floats([&](int i) { return vaddq_f32(a.v[i], b.v[i]); });
-  }
   static Float sub(const Float& a, const Float& b) {
     return floats([&](int i) { return vsubq_f32(a.v[i], b.v[i]); });
   }
-  static Float mul(const Float& a, const Float& b) {
-    return floats([&](int i) { return vmulq_f32(a.v[i], b.v[i]); });
-  }
   static Float div(const Float& a, const Float& b) {
     return floats([&](int i) { return vdivq_f32(a.v[i], b.v[i]); });
-  }
-  static Float fma(const Float& a, const Float& b, const Float& c) {
-    return floats([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); });
   }
   // The second operand where one is NaN, unlike vminq and vmaxq.
   static Float min(const Float& a, const Float& b) { return select_less(a, b, a, b); }
@@ -101,9 +124,6 @@ struct VectorNeon {
   static std::int32_t reduce_max(const Int& a) {
     return vmaxvq_s32(vmaxq_s32(vmaxq_s32(a.v[0], a.v[1]), vmaxq_s32(a.v[2], a.v[3])));
   }
-  static Float to_float(const Int& a) {
-    return floats([&](int i) { return vcvtq_f32_s32(a.v[i]); });
-  }
   static void store_codes(std::int8_t* p, const Float& a) {
     const auto narrow = [&](int i) {
       return vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(a.v[i])), vqmovn_s32(vcvtnq_s32_f32(a.v[i + 1])));
@@ -111,37 +131,7 @@ struct VectorNeon {
     vst1q_s8(p, vcombine_s8(vqmovn_s16(narrow(0)), vqmovn_s16(narrow(2))));
   }
 
-  static Int broadcast_int(std::int32_t x) {
-    return ints([=](int) { return vdupq_n_s32(x); });
-  }
-  // Codes are signed bytes here: nothing to cancel.
-  static Int start_int8(std::int32_t) { return broadcast_int(0); }
   static void prefetch(const std::uint8_t* p) { __builtin_prefetch(p); }
-
-  // A piece of 8 rows x 8 k of torchao's universal layout: 32 bytes, to 8 columns of an int4 cell.
-  static void universal_nibbles(const std::uint8_t* in, std::uint8_t* out) {
-    for (int i = 0; i < 2; ++i) {
-      const uint8x16_t line = vld1q_u8(in + 16 * i);
-      vst1q_u8(out + 16 * i,
-               vcombine_u8(rows_of_cell(vandq_u8(line, vdupq_n_u8(15))), rows_of_cell(vshrq_n_u8(line, 4))));
-    }
-  }
-  // 64 bytes, to 8 columns of two int8 cells: k = 0..3 and k = 4..7.
-  static void universal_bytes(const std::uint8_t* in, std::uint8_t* k0, std::uint8_t* k4) {
-    for (int i = 0; i < 2; ++i) {
-      const uint32x4_t first = vreinterpretq_u32_u8(vld1q_u8(in + 32 * i));
-      const uint32x4_t second = vreinterpretq_u32_u8(vld1q_u8(in + 32 * i + 16));
-      vst1q_u8(k0 + 16 * i, vreinterpretq_u8_u32(vuzp1q_u32(first, second)));
-      vst1q_u8(k4 + 16 * i, vreinterpretq_u8_u32(vuzp2q_u32(first, second)));
-    }
-  }
-
- private:
-  // Two rows of 8 nibbles; k = 4..7 move above k = 0..3.
-  static uint8x8_t rows_of_cell(uint8x16_t nibbles) {
-    const uint64x2_t rows = vreinterpretq_u64_u8(nibbles);
-    return vreinterpret_u8_u32(vmovn_u64(vorrq_u64(rows, vshrq_n_u64(rows, 28))));
-  }
 };
 
 }  // namespace
