@@ -141,10 +141,8 @@ class Experts {
     for (std::int64_t begin = 0; begin < s_.T; begin += step) {
       first_token_ = begin;
       tokens_ = std::min(step, s_.T - begin);
-      prepare_x();
       buffers_.grouping.sort(ids_TK + begin * s_.K, tokens_, s_.K, s_.E);
-      compute_hidden(weights_TK + begin * s_.K);
-      compute_out(weights_TK + begin * s_.K);
+      run_chunk(weights_TK + begin * s_.K);
     }
   }
 
@@ -160,11 +158,26 @@ class Experts {
     return {};
   }
 
-  void prepare_x() {
-    run_tasks(parallel_, tokens_, [&](int worker, std::int64_t t) {
-      const float* row = to_float(x_, dtype_, (first_token_ + t) * s_.D, s_.D, buffers_.scratch[worker].row);
-      prepare(row, s_.D, buffers_.x, t, 0);
-    });
+  void run_chunk(const float* weights_TK) {
+    const Grouping& grouping = buffers_.grouping;
+    const std::int64_t blocks = ceil_div(s_.F, buffers_.hidden_block), panels = ceil_div(s_.D, kPanelColumns);
+    // Enough tasks that no worker waits long for the last one.
+    const std::int64_t per_task = std::clamp<std::int64_t>(panels / (4 * parallel_.threads), 1, buffers_.out_panels);
+    const Phase inputs{tokens_, [&](int worker, std::int64_t token) { prepare_x(token, buffers_.scratch[worker]); }};
+    const Phase hidden{grouping.segment_count * blocks, [&](int worker, std::int64_t task) {
+                         compute_hidden(grouping.segments[task / blocks], task % blocks, weights_TK,
+                                        buffers_.scratch[worker]);
+                       }};
+    const Phase outputs{ceil_div(panels, per_task), [&](int worker, std::int64_t task) {
+                          const std::int64_t first = task * per_task;
+                          compute_out(first, std::min(per_task, panels - first), weights_TK, buffers_.scratch[worker]);
+                        }};
+    run_phases(parallel_, inputs, hidden, outputs);
+  }
+
+  void prepare_x(std::int64_t token, const Scratch& scratch) {
+    const float* row = to_float(x_, dtype_, (first_token_ + token) * s_.D, s_.D, scratch.row);
+    prepare(row, s_.D, buffers_.x, token, 0);
   }
 
   // Values of a row, from a column that begins an activation group on, as the GEMM takes them.
@@ -179,15 +192,10 @@ class Experts {
                      rows.offsets + row * rows.offset_stride + column / scheme_.group);
   }
 
-  void compute_hidden(const float* weights_TK) {
-    const Grouping& grouping = buffers_.grouping;
-    const std::int64_t blocks = ceil_div(s_.F, buffers_.hidden_block);
-    run_tasks(parallel_, grouping.segment_count * blocks, [&](int worker, std::int64_t task) {
-      const Segment& segment = grouping.segments[task / blocks];
-      for (std::int32_t row = 0; row < segment.count; row += kRowBlock)
-        hidden_rows(segment.expert, task % blocks * buffers_.hidden_block, segment.begin + row,
-                    std::min<std::int64_t>(kRowBlock, segment.count - row), weights_TK, buffers_.scratch[worker]);
-    });
+  void compute_hidden(const Segment& segment, std::int64_t block, const float* weights_TK, const Scratch& scratch) {
+    for (std::int32_t row = 0; row < segment.count; row += kRowBlock)
+      hidden_rows(segment.expert, block * buffers_.hidden_block, segment.begin + row,
+                  std::min<std::int64_t>(kRowBlock, segment.count - row), weights_TK, scratch);
   }
 
   // Hidden values of some rows of an expert for one block of columns: gate and up, activation, quantized.
@@ -218,18 +226,8 @@ class Experts {
       prepare(scratch.hidden + r * width, columns, buffers_.h, position + r, column);
   }
 
-  void compute_out(const float* weights_TK) {
-    const std::int64_t panels = ceil_div(s_.D, kPanelColumns);
-    // Enough tasks that no worker waits long for the last one.
-    const std::int64_t per_task = std::clamp<std::int64_t>(panels / (4 * parallel_.threads), 1, buffers_.out_panels);
-    run_tasks(parallel_, ceil_div(panels, per_task), [&](int worker, std::int64_t task) {
-      const std::int64_t first = task * per_task;
-      out_columns(first, std::min(per_task, panels - first), weights_TK, buffers_.scratch[worker]);
-    });
-  }
-
   // Some columns of the output for all tokens: every expert's rows first, then each token's sum in slot order.
-  void out_columns(std::int64_t first, std::int64_t panels, const float* weights_TK, const Scratch& scratch) {
+  void compute_out(std::int64_t first, std::int64_t panels, const float* weights_TK, const Scratch& scratch) {
     const std::int64_t width = panels * kPanelColumns, column = first * kPanelColumns;
     const Grouping& grouping = buffers_.grouping;
     for (std::int64_t i = 0; i < grouping.segment_count; ++i) {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <numeric>
 #include <vector>
 
 #include "made.h"
@@ -39,6 +40,29 @@ TEST(Tasks, AWorkerDoesOneTaskAtATime) {
     EXPECT_EQ(busy[static_cast<std::size_t>(worker)]++, 0);
     --busy[static_cast<std::size_t>(worker)];
   });
+}
+
+// What a task of one phase has written, every task of the next one sees.
+void expect_phases_in_order(const ParallelFor& parallel) {
+  for (const std::int64_t count : {0, 1, 3, 50}) {
+    std::vector<int> first(static_cast<std::size_t>(count)), second(7);
+    std::atomic<int> third = 0;
+    const Phase write{count, [&](int, std::int64_t task) { first[static_cast<std::size_t>(task)] = 1; }};
+    const Phase add{7, [&](int, std::int64_t task) {
+                      second[static_cast<std::size_t>(task)] = std::accumulate(first.begin(), first.end(), 0);
+                    }};
+    const Phase check{5, [&](int, std::int64_t) { third += second == std::vector<int>(7, static_cast<int>(count)); }};
+    run_phases(parallel, write, add, check);
+    ASSERT_EQ(third, 5) << count;
+  }
+}
+
+TEST(Tasks, PhasesFollowOneAnother) {
+  for (const int threads : made::kThreads)
+    for (int i = 0; i < 50; ++i) expect_phases_in_order(made::threads(threads));
+  ParallelFor one_after_the_other = serial();
+  one_after_the_other.threads = 4;
+  expect_phases_in_order(one_after_the_other);
 }
 
 TEST(Tasks, NoWorkerIsStartedForNothing) {
