@@ -2,7 +2,8 @@
 
     python tests/bench/formats.py [--shape NAME|D,F,E,K] [--tokens 1,16,512] [--threads N] [--isa I] [--json FILE]
 
-Each result is first compared with the scalar kernel's, bit for bit. A round calls each format once; printed are medians
+Each result is first compared with the scalar kernel's, bit for bit. A round calls each format, with few tokens several times in a
+row; printed are medians
 over the rounds: milliseconds, GB/s of weights, GMAC/s, and the time of int4-g32 in the same round by the format's. One
 token walks over all experts, so that weights come from memory; they lie on huge pages. The line "router" is the operator
 that routes by itself, on int4-g32.
@@ -23,7 +24,7 @@ from rich.table import Table
 
 from moepack import _core
 from moepack.bench import SHAPES, parse_shape, parse_tokens
-from moepack.bench.layers import Layers, timed
+from moepack.bench.layers import Layers, timed_in_a_row
 from moepack.schemes import SCHEMES
 
 BASE = "int4-g32"
@@ -55,11 +56,10 @@ def measure(layers: dict[str, Layers], tokens: int, rounds: int) -> list[Row]:
     times: dict[str, list[float]] = {name: [] for name in [*layers, ROUTER]}
     for step in track(range(rounds), f"{tokens} tokens"):
         for name, layer in layers.items():
-            x, ids, weights, copy = layer.inputs(tokens, step)
-            times[name].append(timed(lambda: layer.call(x, ids, weights, copy)))  # noqa: B023
+            times[name].append(timed_in_a_row(layer.call, layer.calls(tokens, step)))
         base = layers[BASE]
-        x, _, _, copy = base.inputs(tokens, step)
-        times[ROUTER].append(timed(lambda: base.call_with_router(x, copy)))  # noqa: B023
+        routed = [(x, copy) for x, _, _, copy in base.calls(tokens, step)]
+        times[ROUTER].append(timed_in_a_row(base.call_with_router, routed))
     return [row(name, layers.get(name, layers[BASE]), tokens, times) for name in times]
 
 

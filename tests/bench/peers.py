@@ -4,10 +4,10 @@
     python tests/bench/peers.py [--shape NAME] [--tokens 1,4,16,128,512] [--threads N] [--json FILE]
 
 int4 in groups of 32 everywhere, the same codes, scales, ids and weights; routing is not timed, except that ONNX Runtime's
-and ExecuTorch's operators route by themselves. Each peer lives in a process of its own and is called in turn; a round calls
-each once. One token walks over all experts, so that weights come from memory. Every result is compared with a
-float64 computation before anything is timed. Printed: median milliseconds, and the median over the rounds of how many times
-as long as moepack (on huge pages) a peer took.
+and ExecuTorch's operators route by themselves. Each peer lives in a process of its own and is called in turn: of few tokens several times in
+a row, as a model calls it layer after layer, after a call that wakes its threads. One token walks over all experts, so that
+weights come from memory. Every result is compared with a float64 computation before anything is timed. Printed: median
+milliseconds, and the median over the rounds of how many times as long as moepack (on huge pages) a peer took.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 from layers import GROUP, SHAPES, Floats, Layer, Matrix, Shape, Work, work
 
+CALLS = 8  # of one token, in a row
 MIN_SNR_DB = 28.0  # int8 activations with one scale per 32 to all values, rounded twice
 
 
@@ -47,16 +49,18 @@ CONTENDERS = {
 
 
 def serve(connection: Connection, contender: Contender, shape: Shape, threads: int) -> None:
-    """A peer's process: for every (tokens, step), the seconds of the call and its result."""
+    """A peer's process: for every (tokens, steps), the seconds of each call and a result."""
     layer = Layer(shape)
     peer = importlib.import_module(contender.module).Peer(layer, threads, **contender.options)
     connection.send("ready")
     while (request := connection.recv()) is not None:
-        tokens, step, wants_result = request
-        peer.prepare(work(shape, tokens, step))
-        start = time.perf_counter()
-        peer.run()
-        seconds = time.perf_counter() - start
+        tokens, steps, wants_result = request
+        seconds = []
+        for each in [work(shape, tokens, step) for step in steps]:
+            peer.prepare(each)
+            start = time.perf_counter()
+            peer.run()
+            seconds.append(time.perf_counter() - start)
         connection.send((seconds, np.array(peer.result()) if wants_result else None))
 
 
@@ -71,8 +75,10 @@ class Process:
         theirs.close()
         self.connection.recv()
 
-    def call(self, tokens: int, step: int, wants_result: bool = False) -> tuple[float, Any]:
-        self.connection.send((tokens, step, wants_result))
+    def call(
+        self, tokens: int, steps: Iterable[int], wants_result: bool = False
+    ) -> tuple[list[float], Any]:
+        self.connection.send((tokens, list(steps), wants_result))
         seconds, result = self.connection.recv()
         return seconds, result
 
@@ -94,7 +100,7 @@ def expected(layer: Layer, call: Work) -> Floats:
 
 
 def check(name: str, process: Process, layer: Layer, tokens: int) -> None:
-    _, result = process.call(tokens, 0, wants_result=True)
+    _, result = process.call(tokens, [0], wants_result=True)
     exact = expected(layer, work(layer.shape, tokens, 0))
     snr = 20 * np.log10(np.linalg.norm(exact) / np.linalg.norm(result - exact))
     if not snr >= MIN_SNR_DB:
@@ -102,15 +108,16 @@ def check(name: str, process: Process, layer: Layer, tokens: int) -> None:
 
 
 def rounds_for(tokens: int) -> int:
-    return {1: 60, 4: 30, 16: 20}.get(tokens, 7)
+    return {1: 30, 4: 20, 16: 15}.get(tokens, 7)
 
 
 def measure(processes: dict[str, Process], tokens: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in processes}
-    for step in range(1, rounds_for(tokens) + 1):
+    calls = 1 + max(1, CALLS // tokens)
+    for first in range(1, 1 + calls * rounds_for(tokens), calls):
         for name, process in processes.items():
-            process.call(tokens, 2 * step - 1)
-            times[name].append(process.call(tokens, 2 * step)[0])
+            seconds, _ = process.call(tokens, range(first, first + calls))
+            times[name].append(statistics.mean(seconds[1:]))
     return times
 
 

@@ -1,8 +1,9 @@
 """The operator's speed on this machine, next to what the machine can do at best.
 
 One interleaved run: each round measures the limits (reading memory, the integer inner loop of a
-tile) and then calls the operator once for every number of tokens. One token walks over all experts,
-so that weights come from memory; more tokens are routed at random. Results are compared with the
+tile) and then calls the operator for every number of tokens: of few tokens several times in a row,
+as a model calls it layer after layer. One token walks over all experts, so that weights come from
+memory; more tokens are routed at random. Results are compared with the
 scalar kernel, bit for bit, before anything is timed. Times of other machines or other runs mean
 little; the fraction of the limit is what counts.
 """
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from moepack import _core, huge_pages, ops
-from moepack.bench.layers import Layers, timed
+from moepack.bench.layers import Layers, timed, timed_in_a_row
 from moepack.bench.overhead import Overhead, measured_overhead
 from moepack.errors import UnsupportedError
 from moepack.packing import packed_bytes
@@ -171,9 +172,9 @@ def _measured(
         macs = _core.int4_peak(1)
         peaks.append(macs * _PEAK_ROUNDS / timed(partial(_core.int4_peak, _PEAK_ROUNDS)) / 1e9)
         for count in tokens:
-            inputs = layers.inputs(count, step + 1)
-            times[count].append(timed(partial(layers.call, *inputs)))
-            active[count].append(inputs[1].unique().numel())
+            inputs = layers.calls(count, step + 1)
+            times[count].append(timed_in_a_row(layers.call, inputs))
+            active[count].extend(ids.unique().numel() for _, ids, _, _ in inputs)
         progress((step + 1) / rounds)
     limits = Limits(
         statistics.median(reads["4k"]),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from moepack.packing import pack
 from moepack.quantizer import QuantizedMatrix, quantize
 from moepack.schemes import Scheme
 
+_CALLS = 8  # of one token, in a row
 _DISTINCT = 2  # different experts; the others are their copies, in memory of their own
 
 
@@ -53,6 +55,11 @@ class Layers:
         x = torch.randn(tokens, d, generator=generator)
         return x, ids, torch.full((tokens, k), 1 / k), copy
 
+    def calls(self, tokens: int, step: int) -> list[tuple[Tensor, Tensor, Tensor, int]]:
+        """The inputs of a step's calls in a row: a token goes through one layer after another."""
+        count = max(1, _CALLS // tokens)
+        return [self.inputs(tokens, step * count + i) for i in range(count)]
+
     def call(self, x: Tensor, ids: Tensor, weights: Tensor, copy: int) -> Tensor:
         w13, w2 = self.copies[copy]
         return ops.quantized_experts(
@@ -86,6 +93,12 @@ def timed(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+def timed_in_a_row(call: Callable[..., object], inputs: Sequence[tuple[object, ...]]) -> float:
+    """Mean seconds of calls, one after the other as in a model, after one that wakes threads."""
+    call(*inputs[-1])
+    return sum(timed(partial(call, *each)) for each in inputs) / len(inputs)
 
 
 def _made(found: Scheme, rows: int, cols: int, seed: int) -> QuantizedMatrix:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moepack import ops
-from moepack.bench.layers import Layers, timed
+from moepack.bench.layers import Layers, timed, timed_in_a_row
 from moepack.errors import VerificationError
 from moepack.exporter.lowering import write_program
 from moepack.runtime import executorch_runtime, set_threads, thread_count
@@ -83,9 +83,10 @@ def measured_overhead(layers: Layers, rounds: int) -> Overhead:
         programs = {n: _program(tiny, ids, weights, n, Path(scratch)) for n in (1, _CHAINED)}
         chains: dict[int, list[float]] = {n: [] for n in programs}
         for step in range(1, rounds + 1):
-            x, ids, weights, copy = layers.inputs(1, step)
-            times["experts"].append(timed(partial(layers.call, x, ids, weights, copy)))
-            times["ffn"].append(timed(partial(layers.call_with_router, x, copy)))
+            inputs = layers.calls(1, step)
+            times["experts"].append(timed_in_a_row(layers.call, inputs))
+            routed = [(x, copy) for x, _, _, copy in inputs]
+            times["ffn"].append(timed_in_a_row(layers.call_with_router, routed))
             times["after"].append(timed(tiny_call))
             times["alone"].append(timed(partial(_repeat, tiny_call)) / _REPEATS)
             for n, program in programs.items():
