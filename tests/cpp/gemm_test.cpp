@@ -1,47 +1,18 @@
 // The tiles: every instruction set against op.md in plain loops, bit by bit.
 #include <gtest/gtest.h>
 
-#include <numeric>
 #include <string>
 #include <vector>
 
-#include "gemm/kernel.h"
-#include "made.h"
-#include "plain.h"
+#include "made_rows.h"
 
 namespace moepack {
 namespace {
 
+using made::Activations;
+using made::all_rows;
+using made::random_rows;
 using Floats = std::vector<float>;
-
-// Rows of quantized activations as a kernel takes them.
-struct Activations {
-  Activations(const std::vector<plain::Quantized>& from, std::int64_t cols, int group) : quantized(from) {
-    const std::int64_t padded = round_up(cols, group);
-    for (const plain::Quantized& q : quantized) {
-      std::vector<std::int8_t> own = q.codes;
-      own.resize(static_cast<std::size_t>(padded), 0);
-      codes.insert(codes.end(), own.begin(), own.end());
-      scales.insert(scales.end(), q.scales.begin(), q.scales.end());
-      for (std::int64_t g = 0; g < padded; g += group)
-        offsets.push_back(-8 * std::accumulate(own.begin() + g, own.begin() + g + group, 0));
-    }
-    rows = {codes.data(), scales.data(), offsets.data(), padded, ceil_div(cols, 128), padded / group, nullptr, 0};
-  }
-
-  std::vector<plain::Quantized> quantized;
-  std::vector<std::int8_t> codes;
-  Floats scales;
-  std::vector<std::int32_t> offsets;
-  gemm::Rows rows;
-};
-
-std::vector<plain::Quantized> random_rows(int count, std::int64_t cols, std::uint32_t seed) {
-  made::Random random(seed);
-  std::vector<plain::Quantized> rows;
-  for (int r = 0; r < count; ++r) rows.push_back(plain::quantize(random.floats(cols)));
-  return rows;
-}
 
 // A kernel on all 16-column panels of a plain matrix: [count, rows padded to panels], with NaNs where nothing is
 // written.
@@ -74,12 +45,6 @@ Floats plain_gemm(const made::Matrix& m, const Activations& a, const std::vector
     out.insert(out.end(), own.begin(), own.end());
   }
   return out;
-}
-
-std::vector<std::int32_t> all_rows(int count) {
-  std::vector<std::int32_t> index(static_cast<std::size_t>(count));
-  std::iota(index.begin(), index.end(), 0);
-  return index;
 }
 
 void expect_all_isas(const made::Matrix& m, const Activations& a, const std::vector<std::int32_t>& index,

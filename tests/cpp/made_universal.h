@@ -25,7 +25,11 @@ inline std::vector<int> chunk(const Matrix& m, std::int64_t row, std::int64_t k)
   return values;
 }
 
-// Scales are those of the matrix, without its exponent.
+// A scale of the matrix, without its exponent: fp32 if it has such.
+inline float universal_scale(const Matrix& m, std::int64_t i) {
+  return m.fp32.empty() ? float_from_half(m.scales[i]) : m.fp32[i];
+}
+
 inline Bytes universal(const Matrix& m) {
   Bytes blob;
   const bool int4 = m.scheme->cell == Cell::int4;
@@ -39,7 +43,7 @@ inline Bytes universal(const Matrix& m) {
             append(blob, static_cast<std::uint8_t>((values[i] + 8) | (values[i + 16] + 8) << 4));
         for (int i = 0; !int4 && i < 128; ++i) append(blob, static_cast<std::int8_t>(values[i]));
       }
-      for (int r = 0; r < 8; ++r) append(blob, float_from_half(m.scales[(row + r) * m.groups() + g]));
+      for (int r = 0; r < 8; ++r) append(blob, universal_scale(m, (row + r) * m.groups() + g));
       for (int r = 0; r < 8; ++r) append(blob, 0x7fffffff);  // sums of codes: not looked at
     }
   return blob;
@@ -49,17 +53,17 @@ struct Twins {
   Layer packed, universal;
 };
 
-inline Twins twins(const Scheme& scheme, std::int64_t D, std::int64_t F, std::int64_t E, bool gated = true) {
+inline Twins twins(const Scheme& scheme, std::int64_t D, std::int64_t F, std::int64_t E) {
   Layer packed{D, F, E, &scheme, 0, 0, {}, {}, {}, {}};
   Layer other = packed;
   other.layout = "torchao";
   for (std::int64_t e = 0; e < E; ++e) {
-    Matrix w13 = matrix(scheme, gated ? 2 * F : F, D, static_cast<std::uint32_t>(3 + e));
+    Matrix w13 = matrix(scheme, 2 * F, D, static_cast<std::uint32_t>(3 + e));
     Matrix w2 = matrix(scheme, D, F, static_cast<std::uint32_t>(300 + e));
     w13.exponent = w2.exponent = 0;
     for (std::uint16_t& scale : w13.scales) scale = half_from_float(float_from_half(scale) * 0x1p-7f);
     const auto add = [](Bytes& to, const Bytes& blob) { to.insert(to.end(), blob.begin(), blob.end()); };
-    add(packed.w13, w13.pack(gated ? RowOrder::gate_up : RowOrder::plain));
+    add(packed.w13, w13.pack(RowOrder::gate_up));
     add(packed.w2, w2.pack(RowOrder::plain));
     add(other.w13, universal(w13));
     add(other.w2, universal(w2));

@@ -41,13 +41,13 @@ struct Decoded {
   std::int64_t rows, cols, group;
   std::int32_t exponent;
   std::vector<std::int8_t> codes;         // [rows, cols]
-  std::vector<std::uint8_t> scale_bytes;  // [rows, groups] as stored
+  std::vector<std::uint8_t> scale_bytes;  // [rows, groups] as stored: e8m0, fp16 or fp32
 
   std::int64_t groups() const { return (cols + group - 1) / group; }
   float scale(std::int64_t n, std::int64_t g) const {
-    const std::int64_t i = n * groups() + g;
-    if (cell == Cell::mxfp4) return float_from_bits(std::uint32_t{scale_bytes[i]} << 23);
-    if (cell == Cell::fp8) return float_from_bits(little_endian(&scale_bytes[4 * i], 4));
+    const std::int64_t i = n * groups() + g, size = static_cast<std::int64_t>(scale_bytes.size()) / (rows * groups());
+    if (size == 1) return float_from_bits(std::uint32_t{scale_bytes[i]} << 23);
+    if (size == 4) return float_from_bits(little_endian(&scale_bytes[4 * i], 4));
     return float_from_half(static_cast<std::uint16_t>(little_endian(&scale_bytes[2 * i], 2)));
   }
   float value(std::int64_t n, std::int64_t k) const {
