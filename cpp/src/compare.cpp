@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <vector>
 
 #include "clones.h"
 #include "half.h"
@@ -33,7 +32,7 @@ struct MinifloatValues {
   MOEPACK_INLINE float operator()(std::int8_t code) const { return values[static_cast<std::uint8_t>(code)]; }
 };
 
-float scale_value(ScaleType type, const void* scales, std::int64_t i) {
+MOEPACK_INLINE float scale_value(ScaleType type, const void* scales, std::int64_t i) {
   switch (type) {
     case ScaleType::fp16:
       return float_from_half(static_cast<const std::uint16_t*>(scales)[i]);
@@ -46,21 +45,30 @@ float scale_value(ScaleType type, const void* scales, std::int64_t i) {
 }
 
 // The scales of a row in units of 2^exponent, a power of two near the largest of them.
-struct RowScales {
-  int exponent = 0;
-  std::vector<float> values;
-
-  void read(ScaleType type, const void* scales, std::int64_t first, std::int32_t matrix_exponent) {
+class RowScales {
+ public:
+  RowScales(ScaleType type, const void* scales, std::int64_t first, std::int64_t groups, std::int32_t matrix_exponent)
+      : type_(type), scales_(scales), first_(first) {
     float largest = 0.0f;
-    for (std::size_t g = 0; g < values.size(); ++g) {
-      values[g] = scale_value(type, scales, first + static_cast<std::int64_t>(g));
-      largest = std::max(largest, std::fabs(values[g]));
-    }
-    exponent = largest == 0.0f ? 0 : std::max(matrix_exponent + std::ilogb(largest), -126);
-    const int shift = matrix_exponent - exponent;
-    const float factor = std::ldexp(1.0f, shift / 2), rest = std::ldexp(1.0f, shift - shift / 2);
-    for (float& value : values) value = value * factor * rest;
+    for (std::int64_t g = 0; g < groups; ++g)
+      largest = std::max(largest, std::fabs(scale_value(type, scales, first + g)));
+    exponent_ = largest == 0.0f ? 0 : std::max(matrix_exponent + std::ilogb(largest), -126);
+    const int shift = matrix_exponent - exponent_;
+    factor_ = std::ldexp(1.0f, shift / 2);
+    rest_ = std::ldexp(1.0f, shift - shift / 2);
   }
+
+  int exponent() const { return exponent_; }
+  MOEPACK_INLINE float operator[](std::int64_t g) const {
+    return scale_value(type_, scales_, first_ + g) * factor_ * rest_;
+  }
+
+ private:
+  ScaleType type_;
+  const void* scales_;
+  std::int64_t first_;
+  int exponent_;
+  float factor_, rest_;  // of 2^shift, which one float may not hold
 };
 
 // Weights of one group, padded with zeros, and the difference to what their codes stand for.
@@ -68,7 +76,8 @@ struct Chunk {
   float weights[kChunk], errors[kChunk];
 
   template <class Values>
-  MOEPACK_INLINE Chunk(const float* w, const std::int8_t* codes, int length, float scale, float unit, Values value) {
+  MOEPACK_INLINE Chunk(const float* w, const std::int8_t* codes, int length, float scale, float unit,
+                       const Values& value) {
     for (int i = 0; i < length; ++i) errors[i] = value(codes[i]) * scale;
     for (int i = 0; i < length; ++i) {
       weights[i] = w[i] * unit;
@@ -90,10 +99,10 @@ struct Partials {
   }
 };
 
-// scales: in the unit into which weights come by being multiplied by `unit`.
 template <class Values>
-MOEPACK_INLINE Squares compare_row_of(const float* w, const std::int8_t* codes, std::int64_t cols, const float* scales,
-                                      int group, float unit, const Values& values) {
+MOEPACK_INLINE Squares compare_row_of(const float* w, const std::int8_t* codes, std::int64_t cols,
+                                      const RowScales& scales, int group, const Values& values) {
+  const float unit = std::ldexp(1.0f, -scales.exponent());
   Partials sums;
   for (std::int64_t k = 0; k < cols; k += kChunk) {
     const float scale = scales[k / group];
@@ -110,27 +119,25 @@ MOEPACK_INLINE Squares compare_row_of(const float* w, const std::int8_t* codes, 
   return row;
 }
 
-MOEPACK_CLONES Squares compare_row(const float* w, const std::int8_t* codes, std::int64_t cols, const float* scales,
-                                   int group, float unit, const IntegerValues& values) {
-  return compare_row_of(w, codes, cols, scales, group, unit, values);
+MOEPACK_CLONES Squares compare_row(const float* w, const std::int8_t* codes, std::int64_t cols, const RowScales& scales,
+                                   int group, const IntegerValues& values) {
+  return compare_row_of(w, codes, cols, scales, group, values);
 }
-MOEPACK_CLONES Squares compare_row(const float* w, const std::int8_t* codes, std::int64_t cols, const float* scales,
-                                   int group, float unit, const MinifloatValues& values) {
-  return compare_row_of(w, codes, cols, scales, group, unit, values);
+MOEPACK_CLONES Squares compare_row(const float* w, const std::int8_t* codes, std::int64_t cols, const RowScales& scales,
+                                   int group, const MinifloatValues& values) {
+  return compare_row_of(w, codes, cols, scales, group, values);
 }
 
 template <class Values>
 Squares compare_rows(const Scheme& scheme, const float* weights, std::int64_t rows, std::int64_t cols,
                      const std::int8_t* codes, const void* scales, std::int32_t exponent, const Values& values) {
   const std::int64_t groups = ceil_div(cols, scheme.group);
-  RowScales row_scales{0, std::vector<float>(static_cast<std::size_t>(groups))};
   Squares sum;
   for (std::int64_t r = 0; r < rows; ++r) {
-    row_scales.read(cell_info(scheme.cell).scale, scales, r * groups, exponent);
-    const Squares row = compare_row(weights + r * cols, codes + r * cols, cols, row_scales.values.data(), scheme.group,
-                                    std::ldexp(1.0f, -row_scales.exponent), values);
-    sum.weights += std::ldexp(row.weights, 2 * row_scales.exponent);
-    sum.errors += std::ldexp(row.errors, 2 * row_scales.exponent);
+    const RowScales row_scales(cell_info(scheme.cell).scale, scales, r * groups, groups, exponent);
+    const Squares row = compare_row(weights + r * cols, codes + r * cols, cols, row_scales, scheme.group, values);
+    sum.weights += std::ldexp(row.weights, 2 * row_scales.exponent());
+    sum.errors += std::ldexp(row.errors, 2 * row_scales.exponent());
   }
   return sum;
 }
