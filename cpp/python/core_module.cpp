@@ -243,10 +243,10 @@ moepack::ParallelFor started_threads(int count) {
           nullptr};
 }
 
-std::uint64_t read_memory(const Bytes& bytes, int threads) {
+std::uint64_t read_memory(const Bytes& bytes, int threads, bool ahead) {
   const moepack::ParallelFor parallel = started_threads(threads);
   const py::gil_scoped_release release;
-  return moepack::read_memory(bytes.data(), bytes.size(), parallel);
+  return moepack::read_memory(bytes.data(), bytes.size(), ahead, parallel);
 }
 
 std::int64_t int4_peak(std::int64_t rounds) {
@@ -329,8 +329,8 @@ PYBIND11_MODULE(_core, m) {
   m.def("isa_table", isa_table, "Instruction sets, best first: name, supported here, chosen by default.");
   m.def("active_isa", active_isa);
   m.def("force_isa", force_isa, py::arg("name").none(true));
-  m.def("read_memory", read_memory, py::arg("bytes").noconvert(), py::arg("threads"),
-        "Reads all bytes once, as the kernels read weights; the caller takes the time.");
+  m.def("read_memory", read_memory, py::arg("bytes").noconvert(), py::arg("threads"), py::arg("ahead"),
+        "Reads all bytes once, with or without the kernels' prefetching; the caller takes the time.");
   m.def("int4_peak", int4_peak, py::arg("rounds"),
         "Runs the integer part of an int4 tile in L1; returns its multiply-accumulates.");
   m.def("check_quantized_moe_ffn", check_call<true>,

@@ -8,7 +8,7 @@
 
 namespace moepack {
 
-std::uint64_t read_memory(const std::uint8_t* bytes, std::int64_t count, const ParallelFor& parallel) {
+std::uint64_t read_memory(const std::uint8_t* bytes, std::int64_t count, bool ahead, const ParallelFor& parallel) {
   constexpr std::int64_t line = 64, words = line / sizeof(std::uint64_t);
   const std::int64_t lines = count / line, part = (lines + parallel.threads - 1) / parallel.threads;
   std::atomic<std::uint64_t> total{0};
@@ -17,7 +17,7 @@ std::uint64_t read_memory(const std::uint8_t* bytes, std::int64_t count, const P
     const std::int64_t end = part * (task + 1) < lines ? part * (task + 1) : lines;
     for (std::int64_t i = part * task; i < end; ++i) {
       const std::uint8_t* at = bytes + i * line;
-      __builtin_prefetch(at + gemm::kPrefetchBytes);
+      if (ahead) __builtin_prefetch(at + gemm::kPrefetchBytes);
       std::uint64_t values[words];
       std::memcpy(values, at, line);
       for (std::int64_t w = 0; w < words; ++w) sums[w] += values[w];
