@@ -29,8 +29,7 @@ Status check_dimensions(const Scheme& scheme, std::int64_t rows, std::int64_t co
   if (cols % scheme.group == 0 && rows % kPanelColumns == 0) return {};
   return Status::error(
       "a matrix of %lld x %lld in groups of %d: the layout 'torchao' needs columns in whole groups and rows in "
-      "multiples "
-      "of %d; pack it in the layout 'moepack'",
+      "multiples of %d; pack it in the layout 'moepack'",
       static_cast<long long>(rows), static_cast<long long>(cols), scheme.group, kPanelColumns);
 }
 

@@ -1,4 +1,4 @@
-// The one tile body: M rows of quantized activations against a panel of 16 columns.
+// The one tile body: M rows of quantized activations against a panel of 16 columns, or of 8 (universal.h).
 //
 //   acc = 0; per activation group: inner = 0; per weight group: inner = fma(float(idot), w_scale, inner);
 //            acc = fma(inner, a_scale, acc);  result = acc * 2^exponent (+ bias)
@@ -111,8 +111,8 @@ struct E8m0Scales {
 
 struct SingleScales {
   static constexpr int bytes = 4 * kLanes;
-  template <class I>
-  static inline typename I::Float load(const std::uint8_t* p) {
+  template <class I, class Place>
+  static inline typename I::Float load(const Place& p) {
     return I::load_single(p);
   }
 };

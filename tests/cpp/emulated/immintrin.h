@@ -72,6 +72,7 @@ inline std::int32_t to_int(float x) {
   return x >= -0x1p31f && x < 0x1p31f ? static_cast<std::int32_t>(__builtin_rintf(x)) : INT32_MIN;
 }
 
+// Inlined into a tile it makes functions that take the compiler minutes.
 template <class Register>
 [[gnu::noinline]] Register dpbusd(const Register& sum, const Register& a, const Register& b) {
   const auto s = lanes<std::uint32_t>(sum);

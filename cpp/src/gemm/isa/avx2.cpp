@@ -52,43 +52,41 @@ struct Avx2 : VectorAvx2 {
     sum.hi = add_products(sum.hi, w.hi, x);
   }
 
-  struct Half : PiecesAvx2 {
+  struct Half : HalfAvx2 {
     static Int start_int8(std::int32_t) { return _mm256_setzero_si256(); }
 
-    template <int M>
-    static void nibble_block(const std::uint8_t* pieces, const std::int8_t* const* a, Int* sum) {
-      const __m256i one = _mm256_set1_epi16(1);
-      __m256i low[M] = {}, high[M] = {};
-#pragma GCC unroll 4
-      for (int k = 0; k < 32; k += 8, pieces += 32) {
-        const Rows w = nibbles(pieces);
-#pragma GCC unroll 16
-        for (int i = 0; i < M; ++i) {
-          const __m256i x = broadcast8(a[i] + k);
-          low[i] = _mm256_add_epi16(low[i], _mm256_maddubs_epi16(w.low, x));
-          high[i] = _mm256_add_epi16(high[i], _mm256_maddubs_epi16(w.high, x));
-          keep_order(low[i], high[i]);
-        }
-      }
-      for (int i = 0; i < M; ++i)
-        sum[i] = _mm256_add_epi32(sum[i], fold(_mm256_madd_epi16(low[i], one), _mm256_madd_epi16(high[i], one)));
-    }
+    struct NibblePieces {
+      static constexpr int k = 8;
+      static RowPairs load(const std::uint8_t* piece) { return RowPairs::of_nibbles(piece); }
 
-    template <int M>
-    static void byte_block(const std::uint8_t* pieces, const std::int8_t* const* a, Int* sum) {
-      Int low[M] = {}, high[M] = {};
-#pragma GCC unroll 4
-      for (int k = 0; k < 32; k += 8, pieces += 64) {
-        const Rows w = bytes(pieces);
-#pragma GCC unroll 16
-        for (int i = 0; i < M; ++i) {
-          const __m256i x = broadcast8(a[i] + k);
-          low[i] = add_products(low[i], w.low, x);
-          high[i] = add_products(high[i], w.high, x);
+      struct Sums : RowPairs {  // int16
+        void mac(const RowPairs& w, const std::int8_t* a) {
+          const __m256i x = broadcast8(a);
+          low = _mm256_add_epi16(low, _mm256_maddubs_epi16(w.low, x));
+          high = _mm256_add_epi16(high, _mm256_maddubs_epi16(w.high, x));
+          keep_order(low, high);
         }
-      }
-      for (int i = 0; i < M; ++i) sum[i] = _mm256_add_epi32(sum[i], fold(low[i], high[i]));
-    }
+        Int fold(Int sum) const {
+          const __m256i one = _mm256_set1_epi16(1);
+          const RowPairs pairs = {_mm256_madd_epi16(low, one), _mm256_madd_epi16(high, one)};
+          return _mm256_add_epi32(sum, pairs.folded());
+        }
+      };
+    };
+
+    struct BytePieces {
+      static constexpr int k = 8;
+      static RowPairs load(const std::uint8_t* piece) { return RowPairs::of_bytes(piece); }
+
+      struct Sums : RowPairs {
+        void mac(const RowPairs& w, const std::int8_t* a) {
+          const __m256i x = broadcast8(a);
+          low = add_products(low, w.low, x);
+          high = add_products(high, w.high, x);
+        }
+        Int fold(Int sum) const { return _mm256_add_epi32(sum, folded()); }
+      };
+    };
   };
 
  private:

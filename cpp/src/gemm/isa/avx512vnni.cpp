@@ -93,52 +93,44 @@ struct Avx512Vnni {
     sum = _mm512_dpbusd_epi32(sum, w.code_plus_128, broadcast4(a));
   }
 
-  template <int M>
-  static void nibble_block(BothHalves pieces, const std::int8_t* const* a, Int* sum) {
-    const __m512i mask = _mm512_set1_epi8(15);
-    RowPairs pairs[M] = {};
-#pragma GCC unroll 4
-    for (int k = 0; k < 32; k += 8, pieces += 32) {
-      const __m512i line = both(pieces);
-      const RowPairs w = {_mm512_and_si512(line, mask), _mm512_and_si512(_mm512_srli_epi16(line, 4), mask)};
-#pragma GCC unroll 16
-      for (int i = 0; i < M; ++i) pairs[i].mac(w, broadcast8(a[i] + k));
-    }
-    for (int i = 0; i < M; ++i) sum[i] = _mm512_add_epi32(sum[i], pairs[i].fold());
-  }
-
-  template <int M>
-  static void byte_block(BothHalves pieces, const std::int8_t* const* a, Int* sum) {
-    const __m512i offset = _mm512_set1_epi8(-128);
-    RowPairs pairs[M] = {};
-#pragma GCC unroll 4
-    for (int k = 0; k < 32; k += 8, pieces += 64) {
-      const __m512i first = _mm512_xor_si512(_mm512_loadu_si512(pieces.first), offset);
-      const __m512i second = _mm512_xor_si512(_mm512_loadu_si512(pieces.second), offset);
-      const RowPairs w = {_mm512_shuffle_i64x2(first, second, 0x88), _mm512_shuffle_i64x2(first, second, 0xdd)};
-#pragma GCC unroll 16
-      for (int i = 0; i < M; ++i) pairs[i].mac(w, broadcast8(a[i] + k));
-    }
-    for (int i = 0; i < M; ++i) sum[i] = _mm512_add_epi32(sum[i], pairs[i].fold());
-  }
-
- private:
-  // Of torchao's rows 0, 1, 4, 5 and 2, 3, 6, 7, for k = 0..3 and k = 4..7 side by side: unsigned codes, or sums.
+  // 8 k of the rows 0, 1, 4, 5 and 2, 3, 6, 7 of torchao's pieces: unsigned codes, or sums of k = 0..3 and k = 4..7.
   struct RowPairs {
     __m512i low, high;
 
-    void mac(const RowPairs& w, __m512i x) {
+    static RowPairs of_nibbles(__m512i line) {
+      const __m512i mask = _mm512_set1_epi8(15);
+      return {_mm512_and_si512(line, mask), _mm512_and_si512(_mm512_srli_epi16(line, 4), mask)};
+    }
+    void add(const RowPairs& w, __m512i x) {
       low = _mm512_dpbusd_epi32(low, w.low, x);
       high = _mm512_dpbusd_epi32(high, w.high, x);
     }
-    // Added, neighbours fall into the order of rows.
-    __m512i fold() const {
+    // Neighbours, added, fall into the order of rows.
+    __m512i folded() const {
       const __m512 even = _mm512_shuffle_ps(_mm512_castsi512_ps(low), _mm512_castsi512_ps(high), 0x88);
       const __m512 odd = _mm512_shuffle_ps(_mm512_castsi512_ps(low), _mm512_castsi512_ps(high), 0xdd);
       return _mm512_add_epi32(_mm512_castps_si512(even), _mm512_castps_si512(odd));
     }
   };
 
+  struct NibblePieces {
+    static constexpr int k = 8;
+    static RowPairs load(const BothHalves& piece) { return RowPairs::of_nibbles(both(piece)); }
+
+    struct Sums : RowPairs {
+      void mac(const RowPairs& w, const std::int8_t* a) { add(w, broadcast8(a)); }
+      Int fold(Int sum) const { return _mm512_add_epi32(sum, folded()); }
+    };
+  };
+
+  struct BytePieces : NibblePieces {
+    static RowPairs load(const BothHalves& piece) {
+      const __m512i first = bytes(piece.first).code_plus_128, second = bytes(piece.second).code_plus_128;
+      return {_mm512_shuffle_i64x2(first, second, 0x88), _mm512_shuffle_i64x2(first, second, 0xdd)};
+    }
+  };
+
+ private:
   static __m512i both(const BothHalves& p) {
     const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p.first));
     const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p.second));
@@ -159,44 +151,42 @@ struct Avx512Vnni {
 
 // One half at a time: two 4-bit pieces a register, which are 16 k, or one 8-bit piece.
 struct Avx512Vnni::Half : HalfAvx2 {
-  // -8 * sum, times 16: cancels the 128 that makes the codes unsigned.
   static Int start_int8(std::int32_t offset) { return broadcast_int(offset * 16); }
 
-  template <int M>
-  static void nibble_block(const std::uint8_t* pieces, const std::int8_t* const* a, Int* sum) {
-    const __m512i mask = _mm512_set1_epi8(15), spread = _mm512_setr_epi64(0, 0, 0, 0, 1, 1, 1, 1);
-    RowPairs pairs[M] = {};
-#pragma GCC unroll 2
-    for (int k = 0; k < 32; k += 16, pieces += 64) {
-      const __m512i line = _mm512_loadu_si512(pieces);
-      const RowPairs w = {_mm512_and_si512(line, mask), _mm512_and_si512(_mm512_srli_epi16(line, 4), mask)};
-#pragma GCC unroll 16
-      for (int i = 0; i < M; ++i) {
-        const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a[i] + k));
-        pairs[i].mac(w, _mm512_permutexvar_epi64(spread, _mm512_castsi128_si512(codes)));
-      }
-    }
-    for (int i = 0; i < M; ++i) {
-      const __m512i pieces_apart = pairs[i].fold();
-      sum[i] = _mm256_add_epi32(
-          sum[i], _mm256_add_epi32(_mm512_castsi512_si256(pieces_apart), _mm512_extracti64x4_epi64(pieces_apart, 1)));
-    }
-  }
+  struct NibblePieces {
+    static constexpr int k = 16;
+    static RowPairs load(const std::uint8_t* pieces) { return RowPairs::of_nibbles(_mm512_loadu_si512(pieces)); }
 
-  template <int M>
-  static void byte_block(const std::uint8_t* pieces, const std::int8_t* const* a, Int* sum) {
-    __m512i pairs[M] = {};
-#pragma GCC unroll 4
-    for (int k = 0; k < 32; k += 8, pieces += 64) {
-      const __m512i line = _mm512_xor_si512(_mm512_loadu_si512(pieces), _mm512_set1_epi8(-128));
-#pragma GCC unroll 16
-      for (int i = 0; i < M; ++i) pairs[i] = _mm512_dpbusd_epi32(pairs[i], line, broadcast8(a[i] + k));
-    }
-    for (int i = 0; i < M; ++i) {
-      const __m512i neighbours = _mm512_add_epi32(pairs[i], _mm512_srli_epi64(pairs[i], 32));
-      sum[i] = _mm256_add_epi32(sum[i], _mm512_cvtepi64_epi32(neighbours));
-    }
-  }
+    struct Sums : RowPairs {
+      void mac(const RowPairs& w, const std::int8_t* a) {
+        const __m512i spread = _mm512_setr_epi64(0, 0, 0, 0, 1, 1, 1, 1);
+        const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a));
+        add(w, _mm512_permutexvar_epi64(spread, _mm512_castsi128_si512(codes)));
+      }
+      Int fold(Int sum) const {
+        const __m512i pieces = folded();
+        return _mm256_add_epi32(sum,
+                                _mm256_add_epi32(_mm512_castsi512_si256(pieces), _mm512_extracti64x4_epi64(pieces, 1)));
+      }
+    };
+  };
+
+  struct BytePieces {
+    static constexpr int k = 8;
+    static Bytes load(const std::uint8_t* piece) { return bytes(piece); }
+
+    struct Sums {
+      __m512i pairs;  // of the rows 0..7
+
+      void mac(const Bytes& w, const std::int8_t* a) {
+        pairs = _mm512_dpbusd_epi32(pairs, w.code_plus_128, broadcast8(a));
+      }
+      Int fold(Int sum) const {
+        const __m512i added = _mm512_add_epi32(pairs, _mm512_srli_epi64(pairs, 32));
+        return _mm256_add_epi32(sum, _mm512_cvtepi64_epi32(added));
+      }
+    };
+  };
 };
 
 }  // namespace

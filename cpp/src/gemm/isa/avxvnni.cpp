@@ -46,38 +46,30 @@ struct AvxVnni : VectorAvx2 {
     sum.hi = _mm256_dpbusd_avx_epi32(sum.hi, w.hi, x);
   }
 
-  struct Half : PiecesAvx2 {
+  struct Half : HalfAvx2 {
     static Int start_int8(std::int32_t offset) { return broadcast_int(offset * 16); }
 
-    template <int M>
-    static void nibble_block(const std::uint8_t* pieces, const std::int8_t* const* a, Int* sum) {
-      block<M>(pieces, 32, a, sum, nibbles);
-    }
-    template <int M>
-    static void byte_block(const std::uint8_t* pieces, const std::int8_t* const* a, Int* sum) {
-      block<M>(pieces, 64, a, sum, [](const std::uint8_t* piece) -> Rows {
-        const __m256i offset = _mm256_set1_epi8(-128);
-        const Rows rows = bytes(piece);
-        return {_mm256_xor_si256(rows.low, offset), _mm256_xor_si256(rows.high, offset)};
-      });
-    }
+    struct NibblePieces {
+      static constexpr int k = 8;
+      static RowPairs load(const std::uint8_t* piece) { return RowPairs::of_nibbles(piece); }
 
-   private:
-    template <int M, class Load>
-    static void block(const std::uint8_t* pieces, int piece_bytes, const std::int8_t* const* a, Int* sum, Load load) {
-      Int low[M] = {}, high[M] = {};
-#pragma GCC unroll 4
-      for (int k = 0; k < 32; k += 8, pieces += piece_bytes) {
-        const Rows w = load(pieces);
-#pragma GCC unroll 16
-        for (int i = 0; i < M; ++i) {
-          const __m256i x = broadcast8(a[i] + k);
-          low[i] = _mm256_dpbusd_avx_epi32(low[i], w.low, x);
-          high[i] = _mm256_dpbusd_avx_epi32(high[i], w.high, x);
+      struct Sums : RowPairs {
+        void mac(const RowPairs& w, const std::int8_t* a) {
+          const __m256i x = broadcast8(a);
+          low = _mm256_dpbusd_avx_epi32(low, w.low, x);
+          high = _mm256_dpbusd_avx_epi32(high, w.high, x);
         }
+        Int fold(Int sum) const { return _mm256_add_epi32(sum, folded()); }
+      };
+    };
+
+    struct BytePieces : NibblePieces {
+      static RowPairs load(const std::uint8_t* piece) {
+        const __m256i offset = _mm256_set1_epi8(-128);
+        const RowPairs codes = RowPairs::of_bytes(piece);
+        return {_mm256_xor_si256(codes.low, offset), _mm256_xor_si256(codes.high, offset)};
       }
-      for (int i = 0; i < M; ++i) sum[i] = _mm256_add_epi32(sum[i], fold(low[i], high[i]));
-    }
+    };
   };
 };
 

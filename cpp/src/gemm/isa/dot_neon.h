@@ -56,55 +56,48 @@ struct DotNeon : VectorNeon {
   }
 
   struct Half : LanesNeon<2> {
-    template <int M>
-    static void nibble_block(const std::uint8_t* pieces, const std::int8_t* const* a, Int* sum) {
-      block<M>(pieces, 32, a, sum, [](const std::uint8_t* piece) {
-        Rows w;
+    struct RowPairs {
+      int8x16_t low[2], high[2];  // 8 k each of the rows 0, 1 | 4, 5 and 2, 3 | 6, 7
+    };
+
+    struct NibblePieces {
+      static constexpr int k = 8;
+      static RowPairs load(const std::uint8_t* piece) {
+        RowPairs w;
         for (int i = 0; i < 2; ++i) {
           const uint8x16_t line = vld1q_u8(piece + 16 * i);
           w.low[i] = vreinterpretq_s8_u8(vandq_u8(line, vdupq_n_u8(15)));
           w.high[i] = vreinterpretq_s8_u8(vshrq_n_u8(line, 4));
         }
         return w;
-      });
-    }
-    template <int M>
-    static void byte_block(const std::uint8_t* pieces, const std::int8_t* const* a, Int* sum) {
-      block<M>(pieces, 64, a, sum, [](const std::uint8_t* piece) {
-        Rows w;
+      }
+
+      struct Sums {
+        int32x4_t low[2], high[2];
+
+        void mac(const RowPairs& w, const std::int8_t* a) {
+          const int8x16_t x = vcombine_s8(vld1_s8(a), vld1_s8(a));
+          for (int i = 0; i < 2; ++i) {
+            low[i] = vdotq_s32(low[i], w.low[i], x);
+            high[i] = vdotq_s32(high[i], w.high[i], x);
+          }
+        }
+        Int fold(const Int& sum) const {
+          return ints([&](int i) { return vaddq_s32(sum.v[i], vpaddq_s32(low[i], high[i])); });
+        }
+      };
+    };
+
+    struct BytePieces : NibblePieces {
+      static RowPairs load(const std::uint8_t* piece) {
+        RowPairs w;
         for (int i = 0; i < 2; ++i) {
           w.low[i] = vreinterpretq_s8_u8(vld1q_u8(piece + 32 * i));
           w.high[i] = vreinterpretq_s8_u8(vld1q_u8(piece + 32 * i + 16));
         }
         return w;
-      });
-    }
-
-   private:
-    struct Rows {
-      int8x16_t low[2], high[2];  // 8 k each of the rows 0, 1 | 4, 5 and 2, 3 | 6, 7
-    };
-
-    // The two sums of each row, of k = 0..3 and of k = 4..7, are added at the end.
-    template <int M, class Load>
-    static void block(const std::uint8_t* pieces, int piece_bytes, const std::int8_t* const* a, Int* sum, Load load) {
-      Int low[M], high[M];
-      for (int i = 0; i < M; ++i) low[i] = high[i] = broadcast_int(0);
-#pragma GCC unroll 4
-      for (int k = 0; k < 32; k += 8, pieces += piece_bytes) {
-        const Rows w = load(pieces);
-#pragma GCC unroll 16
-        for (int i = 0; i < M; ++i) {
-          const int8x16_t x = vcombine_s8(vld1_s8(a[i] + k), vld1_s8(a[i] + k));
-          for (int j = 0; j < 2; ++j) {
-            low[i].v[j] = vdotq_s32(low[i].v[j], w.low[j], x);
-            high[i].v[j] = vdotq_s32(high[i].v[j], w.high[j], x);
-          }
-        }
       }
-      for (int i = 0; i < M; ++i)
-        sum[i] = ints([&](int j) { return vaddq_s32(sum[i].v[j], vpaddq_s32(low[i].v[j], high[i].v[j])); });
-    }
+    };
   };
 };
 

@@ -1,5 +1,5 @@
-// The reference: every operation of an instruction set in plain C++, 16 lanes at a time. All others are compared with
-// it.
+// The reference: every operation of an instruction set in plain C++, 16 or 8 lanes at a time. All others are compared
+// with it.
 #include "gemm/instantiate.h"
 
 namespace moepack::gemm {
@@ -164,22 +164,40 @@ struct Scalar : Lanes<kLanes> {
   }
 
   struct Half : Lanes<kHalfLanes> {
-    template <int M>
-    static void nibble_block(const std::uint8_t* pieces, const std::int8_t* const* a, Int* sum) {
-      constexpr int rows[] = {0, 1, 4, 5};
-      for (int k = 0; k < 32; k += 8, pieces += 32)
-        for (int i = 0; i < 4; ++i)
-          for (int j = 0; j < 8; ++j) {
-            const int byte = pieces[8 * i + j];
-            sum->v[rows[i]] += (byte & 15) * a[0][k + j];
-            sum->v[rows[i] + 2] += (byte >> 4) * a[0][k + j];
-          }
-    }
-    template <int M>
-    static void byte_block(const std::uint8_t* pieces, const std::int8_t* const* a, Int* sum) {
-      for (int k = 0; k < 32; k += 8, pieces += 64)
-        for (int row = 0; row < 8; ++row)
-          for (int j = 0; j < 8; ++j) sum->v[row] += static_cast<std::int8_t>(pieces[8 * row + j]) * a[0][k + j];
+    struct NibblePieces {
+      static constexpr int k = 8;
+      static Nibbles load(const std::uint8_t* piece) { return {piece}; }
+
+      struct Sums : Int {
+        void mac(const Nibbles& w, const std::int8_t* a) {
+          constexpr int rows[] = {0, 1, 4, 5};
+          for (int i = 0; i < 4; ++i)
+            for (int j = 0; j < 8; ++j) {
+              const int byte = w.cell[8 * i + j];
+              v[rows[i]] += (byte & 15) * a[j];
+              v[rows[i] + 2] += (byte >> 4) * a[j];
+            }
+        }
+        Int fold(const Int& sum) const { return sums(*this, sum); }
+      };
+    };
+
+    struct BytePieces {
+      static constexpr int k = 8;
+      static Bytes load(const std::uint8_t* piece) { return {piece}; }
+
+      struct Sums : Int {
+        void mac(const Bytes& w, const std::int8_t* a) {
+          for (int row = 0; row < 8; ++row)
+            for (int j = 0; j < 8; ++j) v[row] += static_cast<std::int8_t>(w.cell[8 * row + j]) * a[j];
+        }
+        Int fold(const Int& sum) const { return sums(*this, sum); }
+      };
+    };
+
+   private:
+    static Int sums(const Int& a, const Int& b) {
+      return int_lanes([&](int l) { return a.v[l] + b.v[l]; });
     }
   };
 
