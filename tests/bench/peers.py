@@ -5,7 +5,7 @@
 
 int4 in groups of 32 everywhere, the same codes, scales, ids and weights; routing is not timed, except that ONNX Runtime's
 and ExecuTorch's operators route by themselves. Each peer lives in a process of its own and is called in turn: of few tokens several times in
-a row, as a model calls it layer after layer, after a call that wakes its threads. One token walks over all experts, so that
+a row, as a model calls it layer after layer, after calls that wake its threads. One token walks over all experts, so that
 weights come from memory. Every result is compared with a float64 computation before anything is timed. Printed: median
 milliseconds, and the median over the rounds of how many times as long as moepack (on huge pages) a peer took.
 """  # noqa: E501
@@ -28,6 +28,9 @@ import numpy as np
 from layers import GROUP, SHAPES, Floats, Layer, Matrix, Shape, Work, work
 
 CALLS = 8  # of one token, in a row
+# Threads wait by spinning: those of the peer before need time to give up the cores, a peer's own
+# to take one each.
+PAUSE, WARM_UP = 0.03, 0.02  # seconds
 MIN_SNR_DB = 28.0  # int8 activations with one scale per 32 to all values, rounded twice
 
 
@@ -55,13 +58,21 @@ def serve(connection: Connection, contender: Contender, shape: Shape, threads: i
     connection.send("ready")
     while (request := connection.recv()) is not None:
         tokens, steps, wants_result = request
-        seconds = []
-        for each in [work(shape, tokens, step) for step in steps]:
-            peer.prepare(each)
-            start = time.perf_counter()
-            peer.run()
-            seconds.append(time.perf_counter() - start)
+        calls = [work(shape, tokens, step) for step in steps]
+        time.sleep(PAUSE)
+        warm = time.perf_counter() + WARM_UP
+        seconds = [timed(peer, calls[0])]
+        while time.perf_counter() < warm:
+            timed(peer, calls[0])
+        seconds += [timed(peer, each) for each in calls[1:]]
         connection.send((seconds, np.array(peer.result()) if wants_result else None))
+
+
+def timed(peer: Any, call: Work) -> float:
+    peer.prepare(call)
+    start = time.perf_counter()
+    peer.run()
+    return time.perf_counter() - start
 
 
 class Process:
