@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from made_programs import CONTEXT, checkpoint, copied, exported
-from moepack import cli
+from moepack import bench, cli
 
 COMMANDS = {
     *("plan", "quantize", "export", "export-llm", "run", "eval", "bench", "inspect", "doctor"),
@@ -203,6 +203,19 @@ def test_inspect_and_its_exit_code(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "config.json" in printed
 
 
+def test_bench_prints_a_table_and_writes_its_numbers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_READ_BYTES", 4 << 20)
+    monkeypatch.setattr(bench, "_MIN_LAYER_BYTES", 1 << 20)
+    arguments = ("bench", "--shape", "64,48,4,2", "--tokens", "1", "--rounds", "1")
+    code, out, err = call(capsys, *arguments, "--json", tmp_path / "found.json")
+    assert code == 0, err
+    assert "of the limit" in out
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [row["tokens"] for row in found["rows"]] == [1]
+
+
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "doctor", "--json")
     found = json.loads(out)
@@ -224,6 +237,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "--tokens", "1,999999999999"], "none above 65536"),
         (["bench", "--shape", "1000000,1000000,128,8"], "this machine has"),
         (["demo", "--json", "/no/such/place/a.json"], "/no/such/place/a.json: cannot be written"),
+        (["bench", "--json", "/no/such/place/a.json"], "a.json: cannot be written"),
         (["bench", "--plot", "/no/such/place/a.png"], "/no/such/place/a.png: cannot be written"),
         (["bench", "--plot", "a.docx"], "a.docx: no kind of picture"),
         (["run", "/no/such/place", "--prompt", "x", "--threads", "99999999"], "1 to 1024"),

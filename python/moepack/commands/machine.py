@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from moepack.commands.app import app
-from moepack.commands.options import Force, Json, SchemeName, Threads
-from moepack.commands.output import print_result, steps_on_stderr
-from moepack.json_text import json_text
+from moepack.commands.options import Force, Json, JsonFile, SchemeName, Threads
+from moepack.commands.output import print_result, steps_on_stderr, write_json
 
 
 @app.command()
@@ -28,11 +27,14 @@ def bench(
         bool,
         typer.Option("--overhead", help="Also what a call costs besides its experts: more time."),
     ] = False,
-    as_json: Json = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure the operator next to the limits of this machine."""
     from moepack import bench as measure
+    from moepack.staging import require_file
 
+    if json_file is not None:
+        require_file(json_file)
     counts = measure.parse_tokens(tokens)
     if plot is not None:
         from moepack.bench.chart import require_writable, save
@@ -52,7 +54,9 @@ def bench(
         )
     if plot is not None:
         save(result, plot)
-    print_result(result, as_json)
+    print_result(result, as_json=False)
+    if json_file is not None:
+        write_json(result.to_json(), json_file)
 
 
 @app.command()
@@ -68,9 +72,7 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command()
 def demo(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there.")
-    ] = None,
+    json_file: JsonFile = None,
     out: Annotated[
         Path | None, typer.Option("--output", "-o", help="Keep the exported program there.")
     ] = None,
@@ -87,4 +89,4 @@ def demo(
     with Steps(console()) as steps:
         result = run_demo(steps, out_dir=out, force=force, threads=threads)
     if json_file is not None:
-        json_file.write_text(json_text(result.to_json()) + "\n", encoding="utf-8")
+        write_json(result.to_json(), json_file)

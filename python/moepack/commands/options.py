@@ -20,6 +20,9 @@ SchemeName = Annotated[
 Layout = Annotated[str, typer.Option("--layout", help="Of packed experts: moepack or torchao.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if moepack made it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there.")
+]
 Exclude = Annotated[
     list[str] | None,
     typer.Option("--exclude", metavar="PATTERN", help="Block to leave in float, by path."),

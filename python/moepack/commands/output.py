@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.json_text import json_text
@@ -32,6 +33,10 @@ def print_result(value: Any, as_json: bool) -> None:
     from moepack.report import console, renderable
 
     console().print(renderable(value))
+
+
+def write_json(value: Any, path: Path) -> None:
+    path.write_text(json_text(value) + "\n", encoding="utf-8")
 
 
 def print_json(value: Any) -> None:
