@@ -36,6 +36,7 @@ from moepack.modules import PackedExperts, QuantizedExperts, QuantizedMoEFFN, Ro
 from moepack.online import completeness
 from moepack.online.filling import shortened
 from moepack.online.loading import load_packed
+from moepack.online.model_tensors import finish_buffers, set_tensor
 from moepack.staging import staged
 from moepack.tokenizer import FILES as TOKENIZER_FILES
 
@@ -116,17 +117,20 @@ def _load_packed(directory: Path) -> PreTrainedModel:
             f"to {FORMAT}; use a newer moepack"
         )
     config = _config(directory)
-    model = _auto_class(config).from_config(config, dtype=torch.float32).eval()
     tensors = load_file(directory / _WEIGHTS)
+    # No memory until the files are seen to hold it all: a damaged config may ask for any size.
+    with torch.device("meta"):
+        model = _auto_class(config).from_config(config, dtype=torch.float32).eval()
     found = find_blocks(model)
     for path, block in description["blocks"].items():
         _place(model, _block_at(path, found, directory), path, block, tensors)
     for name, owner in description["ties"].items():
         tensors[name] = tensors[owner]
     completeness.require_same(directory, tensors, model.state_dict())
-    model.load_state_dict(tensors, assign=True)
-    model.tie_weights()
-    return model.requires_grad_(False)
+    for name, tensor in tensors.items():
+        set_tensor(model, name, tensor)
+    finish_buffers(model)
+    return model
 
 
 def _config(directory: Path) -> Any:

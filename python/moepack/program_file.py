@@ -17,7 +17,7 @@ from pathlib import Path
 from moepack.errors import MoePackError
 from moepack.flatbuffer import Table, read
 
-_IDENTIFIER = b"ET12"
+IDENTIFIER = b"ET12"
 _HEADER_MAGIC = b"eh00"
 _HEADER = struct.Struct("<4sIQQ")
 _KERNEL_CALL = 1
@@ -113,7 +113,7 @@ def open_program(path: Path) -> ProgramFile:
     Raises MoePackError when the file is missing, no .pte, cut short or inconsistent.
     """
     data = map_file(path)
-    if len(data) < 8 or data[4:8] != _IDENTIFIER:
+    if len(data) < 8 or data[4:8] != IDENTIFIER:
         raise MoePackError(f"{path}: not an ExecuTorch program (no ET12 identifier)")
     try:
         return _read_program(path, data)

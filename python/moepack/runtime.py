@@ -278,9 +278,14 @@ def refuse_missing(file: ProgramFile, runtime: Any) -> None:
     """Raises MoePackError naming what is missing: the runtime itself would give a number."""
     missing = missing_from_runtime(file, runtime)
     if missing:
+        advice = "`moepack doctor` shows which libraries are loaded"
+        if "llama::quantized_moe_ffn.out" in missing:
+            advice = (
+                "moepack.accelerate_upstream() runs it in Python, and "
+                "`moepack convert --layout moepack` makes a program of moepack's operator"
+            )
         raise MoePackError(
-            f"{file.path}: this process has no kernel for {', '.join(missing)}; "
-            "`moepack doctor` shows which libraries are loaded"
+            f"{file.path}: this process has no kernel for {', '.join(missing)}; {advice}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from moepack.errors import MoePackError
 from moepack.manifest import FILE_NAME, METHOD_NAME, PACKED_FILE, PROGRAM, WEIGHTS
 from moepack.tokenizer import FILES as TOKENIZER_FILES
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LONGEST_NAME = 230  # the names of unfinished work are longer, and file systems end at 255
 
 # Everything that moepack writes; `replace` deletes nothing else.
@@ -46,9 +48,11 @@ def staged(target: Path, replace: bool, sources: Sequence[Path] = ()) -> Iterato
         require_output(target, replace, sources)
         _make_ordinary(stage)
         put_in_place(stage, target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(stage, ignore_errors=True)
         _remove_empty(made)
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            raise MoePackError(f"{target}: cannot be written: {error.strerror}") from error
         raise
 
 

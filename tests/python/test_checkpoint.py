@@ -178,6 +178,17 @@ def test_packed_checkpoints_are_held_to_the_same(
         load_model(out)
 
 
+# The library's model would take more memory than there is, before anything is compared.
+def test_config_of_any_size_is_refused_without_memory_for_it(tmp_path: Path) -> None:
+    source = write_checkpoint(made_model("olmoe"), tmp_path / "model")
+    loaded = load_model(source)
+    moepack.quantize_(loaded)
+    packed = save_packed(loaded, source, tmp_path / "packed")
+    _change_config(packed, {"vocab_size": 1 << 40})
+    with pytest.raises(BadWeights, match="1099511627776"):
+        load_model(packed)
+
+
 def _change_config(directory: Path, settings: dict[str, Any]) -> None:
     file = directory / "config.json"
     content = json.loads(file.read_text(encoding="utf-8")) | settings

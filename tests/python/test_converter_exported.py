@@ -81,7 +81,7 @@ def test_weights_that_are_missing_damaged_or_in_the_way(tmp_path: Path) -> None:
     Layer().write(program, weights)
     out = tmp_path / "out"
     (out / "b.pte").parent.mkdir()
-    (out / "b.ptd").write_bytes(b"somebody's")
+    (out / "b.ptd").write_bytes(b"\x10\0\0\0FT01: older weights")
     with pytest.raises(MoePackError, match=r"b\.ptd exists"):
         moepack.convert(program, out / "b.pte", layout="torchao")
     with pytest.raises(MoePackError, match=r"a\.ptd: name a new file"):
@@ -95,7 +95,18 @@ def test_weights_that_are_missing_damaged_or_in_the_way(tmp_path: Path) -> None:
     with pytest.raises(MoePackError, match=r"a\.ptd is not there"):
         moepack.convert(program, out / "b.pte", layout="torchao", force=True)
     assert [path.name for path in out.iterdir()] == ["b.ptd"]
-    assert (out / "b.ptd").read_bytes() == b"somebody's"
+    assert (out / "b.ptd").read_bytes() == b"\x10\0\0\0FT01: older weights"
+
+
+@pytest.mark.parametrize("suffix", [".pte", ".ptd"])
+def test_only_files_of_executorch_are_replaced(suffix: str, tmp_path: Path) -> None:
+    Layer().write(tmp_path / "a.pte", tmp_path / "a.ptd")
+    precious = tmp_path / f"b{suffix}"
+    precious.write_bytes(b"somebody's")
+    with pytest.raises(MoePackError, match="is not replaced: it is no file of ExecuTorch's"):
+        moepack.convert(tmp_path / "a.pte", tmp_path / "b.pte", layout="torchao", force=True)
+    assert precious.read_bytes() == b"somebody's"
+    assert sorted(path.name for path in tmp_path.glob("b*")) == [precious.name]
 
 
 # Memory of its own that a process may have more of once it has converted a small program.

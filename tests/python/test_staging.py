@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 from pathlib import Path
 
@@ -196,3 +198,12 @@ def _overtaken(target: Path) -> None:
     with staged(target, replace=False):
         target.mkdir()
         (target / "theirs").touch()
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(MoePackError, match=r"out: cannot be written: No space left on device"),
+        staged(tmp_path / "out", replace=False),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert not any(tmp_path.iterdir())

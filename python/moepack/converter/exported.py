@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moepack import program_file, weights_file
 from moepack.converter.program import Target, convert_program
 from moepack.converter.stacks import ScaleChanges
 from moepack.errors import MoePackError
@@ -104,3 +105,10 @@ def _require_new(path: Path, source: Path, force: bool) -> None:
         raise MoePackError(f"{path}: name a new file as output")
     if path.exists() and not force:
         raise MoePackError(f"{path} exists; choose another output or pass --force to replace it")
+    if path.exists() and not _is_of_executorch(path):
+        raise MoePackError(f"{path} exists and is not replaced: it is no file of ExecuTorch's")
+
+
+def _is_of_executorch(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(8)[4:] in (program_file.IDENTIFIER, weights_file.IDENTIFIER)
