@@ -45,6 +45,18 @@ def test_an_exported_directory_there_and_back(tmp_path: Path) -> None:
         moepack.convert(back.read_bytes(), layout="moepack")
 
 
+def test_the_card_says_which_operator_runs(tmp_path: Path) -> None:
+    source = made_programs.exported()
+    theirs = moepack.convert(source, tmp_path / "theirs", layout="torchao", upstream=True).result
+    text = (theirs / "README.md").read_text(encoding="utf-8")
+    assert "accelerate_upstream" in text
+    assert "moepack run . " not in text
+    back = moepack.convert(theirs, tmp_path / "back", layout="moepack").result
+    cards = [(path / "README.md").read_text(encoding="utf-8") for path in (source, back)]
+    assert [text for text in cards if "moepack run . " not in text] == []
+    assert cards[0].splitlines()[0] == cards[1].splitlines()[0] == text.splitlines()[0]
+
+
 def test_exporting_in_torchaos_layout(tmp_path: Path) -> None:
     directory = made_programs.checkpoint("qwen3_moe")
     options: dict[str, Any] = {"linear": "float", "embedding": "float", "logits": "all"}

@@ -12,6 +12,7 @@ from moepack import program_file, weights_file
 from moepack.converter.program import Target, convert_program
 from moepack.converter.stacks import ScaleChanges
 from moepack.errors import MoePackError
+from moepack.exporter.card import renewed_card
 from moepack.manifest import (
     FILE_NAME,
     PROGRAM,
@@ -90,13 +91,18 @@ def _write(data: Cord, path: Path) -> None:
 def _describe(manifest: Manifest, stage: Path, to: Target) -> None:
     program = open_program(stage / PROGRAM)
     weights = weights_of(program)
-    replace(
+    described = replace(
         manifest,
         options={**manifest.options, "layout": to.layout, "upstream": to.upstream},
         program_structure_sha256=program.structure_digest(),
         weights_structure_sha256=weights.structure_digest() if weights else None,
         files=file_entries(stage, manifest.files),
-    ).write(stage)
+    )
+    described.write(stage)
+    readme = stage / "README.md"
+    if readme.is_file():
+        text = renewed_card(described, readme.read_text(encoding="utf-8"))
+        readme.write_text(text, encoding="utf-8")
 
 
 def _require_new(path: Path, source: Path, force: bool) -> None:
