@@ -54,17 +54,17 @@ class QuantizedMatrix:
         return made.mul_(2.0**self.exponent)
 
 
-_WINDOW = 1 << 17  # elements
+_WINDOW = 1 << 17  # elements of a matrix that fit a core's cache
 
 SCALE_DTYPES = {"fp16": torch.float16, "e8m0": torch.uint8, "fp32": torch.float32}
 
-E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_E2M1_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def code_values(found: Scheme, codes: Tensor) -> Tensor:
     """What codes int8 [...] stand for, fp32, in units of their scale."""
     if found.cell == "mxfp4":
-        return torch.cat([E2M1_VALUES, -E2M1_VALUES])[codes.long()]
+        return torch.cat([_E2M1_VALUES, -_E2M1_VALUES])[codes.long()]
     if found.cell == "fp8":
         return codes.view(torch.float8_e4m3fn).float()
     return codes.float()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moepack import _core, ops
+from moepack.acceleration import OPERATOR as UPSTREAM
 from moepack.errors import MoePackError
 from moepack.manifest import (
     FILE_NAME,
@@ -279,7 +280,7 @@ def refuse_missing(file: ProgramFile, runtime: Any) -> None:
     missing = missing_from_runtime(file, runtime)
     if missing:
         advice = "`moepack doctor` shows which libraries are loaded"
-        if "llama::quantized_moe_ffn.out" in missing:
+        if f"{UPSTREAM}.out" in missing:
             advice = (
                 "moepack.accelerate_upstream() runs it in Python, and "
                 "`moepack convert --layout moepack` makes a program of moepack's operator"

@@ -106,12 +106,14 @@ def _describe(manifest: Manifest, stage: Path, to: Target) -> None:
 
 
 def _require_new(path: Path, source: Path, force: bool) -> None:
+    if not path.exists():
+        return
     sources = {source.resolve(), source.with_suffix(".ptd").resolve()}
-    if path.exists() and (path.is_dir() or path.resolve() in sources):
+    if path.is_dir() or path.resolve() in sources:
         raise MoePackError(f"{path}: name a new file as output")
-    if path.exists() and not force:
+    if not force:
         raise MoePackError(f"{path} exists; choose another output or pass --force to replace it")
-    if path.exists() and not _is_of_executorch(path):
+    if not _is_of_executorch(path):
         raise MoePackError(f"{path} exists and is not replaced: it is no file of ExecuTorch's")
 
 

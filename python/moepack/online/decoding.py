@@ -12,7 +12,8 @@ from torch import Tensor
 
 from moepack import _core
 from moepack.errors import BadWeights
-from moepack.quantizer import E2M1_VALUES
+from moepack.quantizer import code_values
+from moepack.schemes import scheme
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # In the order of their bytes: two 4-bit codes each, the even element in the low nibble.
@@ -77,8 +78,7 @@ def _byte_values(dtype: torch.dtype) -> Tensor:
     every = torch.arange(256, dtype=torch.uint8)
     if dtype not in BYTES:
         return every.view(dtype).float()[:, None]
-    signed = torch.cat([E2M1_VALUES, -E2M1_VALUES])
-    return torch.stack([signed[(every & 15).long()], signed[(every >> 4).long()]], dim=1)
+    return code_values(scheme("mxfp4"), torch.stack([every & 15, every >> 4], dim=1))
 
 
 def _block(count: int, size: int, name: str) -> int:

@@ -27,9 +27,7 @@ struct Avx512Vnni {
   static void store(float* p, Float a) { _mm512_storeu_ps(p, a); }
   static Float load_single(const std::uint8_t* p) { return _mm512_castsi512_ps(_mm512_loadu_si512(p)); }
   static Float load_single(const BothHalves& p) { return _mm512_castsi512_ps(both(p)); }
-  static Float load_half(const std::uint8_t* p) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  }
+  static Float load_half(const std::uint8_t* p) { return _mm512_cvtph_ps(load_bytes(p)); }
   static Float load_e8m0(const std::uint8_t* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(load16(p)), 23));
   }
@@ -132,9 +130,7 @@ struct Avx512Vnni {
 
  private:
   static __m512i both(const BothHalves& p) {
-    const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p.first));
-    const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p.second));
-    return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(load_bytes(p.first)), load_bytes(p.second), 1);
   }
   static __m512i broadcast8(const std::int8_t* p) {
     std::int64_t eight;

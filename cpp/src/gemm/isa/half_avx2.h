@@ -8,15 +8,15 @@
 namespace moepack::gemm {
 namespace {
 
+inline __m256i load_bytes(const std::uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+
 struct HalfAvx2 {
   using Float = __m256;
   using Int = __m256i;
 
   static Float broadcast(float x) { return _mm256_set1_ps(x); }
   static Float load(const float* p) { return _mm256_loadu_ps(p); }
-  static Float load_single(const std::uint8_t* p) {
-    return _mm256_castsi256_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  }
+  static Float load_single(const std::uint8_t* p) { return _mm256_castsi256_ps(load_bytes(p)); }
   static void store(float* p, Float a) { _mm256_storeu_ps(p, a); }
   static Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
   static Float mul(Float a, Float b) { return _mm256_mul_ps(a, b); }
@@ -30,18 +30,15 @@ struct RowPairs {
   __m256i low, high;
 
   static RowPairs of_nibbles(const std::uint8_t* piece) {
-    const __m256i mask = _mm256_set1_epi8(15), line = load(piece);
+    const __m256i mask = _mm256_set1_epi8(15), line = load_bytes(piece);
     return {_mm256_and_si256(line, mask), _mm256_and_si256(_mm256_srli_epi16(line, 4), mask)};
   }
   static RowPairs of_bytes(const std::uint8_t* piece) {
-    const __m256i top = load(piece), bottom = load(piece + 32);
+    const __m256i top = load_bytes(piece), bottom = load_bytes(piece + 32);
     return {_mm256_permute2x128_si256(top, bottom, 0x20), _mm256_permute2x128_si256(top, bottom, 0x31)};
   }
   // Neighbours, added, fall into the order of rows.
   __m256i folded() const { return _mm256_hadd_epi32(low, high); }
-
- private:
-  static __m256i load(const std::uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 };
 
 // 8 k of a row, for every row of a piece.

@@ -85,7 +85,6 @@ struct VectorAvx2 {
   static void prefetch(const std::uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
  protected:
-  static __m256i load_bytes(const std::uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static __m256i broadcast4(const std::int8_t* p) {
     std::int32_t four;
     __builtin_memcpy(&four, p, sizeof four);
