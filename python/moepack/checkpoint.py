@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     GenerationConfig,
@@ -35,7 +34,7 @@ from moepack.manifest import METHOD_NAME, PACKED_FILE, package_versions
 from moepack.modules import PackedExperts, QuantizedExperts, QuantizedMoEFFN, RoutedExperts
 from moepack.online import completeness
 from moepack.online.filling import shortened
-from moepack.online.loading import load_packed
+from moepack.online.loading import load_packed, read_config
 from moepack.online.model_tensors import finish_buffers, set_tensor
 from moepack.staging import staged
 from moepack.tokenizer import FILES as TOKENIZER_FILES
@@ -66,7 +65,7 @@ def load_model(directory: Path) -> PreTrainedModel:
         if not config.get("quantization_config"):
             completeness.require_float(directory)
         # Asked to ignore other shapes, it reports them; else its error points to a hidden log.
-        model, info = _auto_class(_config(directory)).from_pretrained(
+        model, info = _auto_class(read_config(directory)).from_pretrained(
             directory,
             dtype=torch.float32,
             local_files_only=True,
@@ -82,7 +81,7 @@ def empty_model(directory: Path) -> PreTrainedModel:
     """The model of the directory's config.json without weights, on the meta device."""
     _require_checkpoint(directory)
     with _reported(directory), _quiet():
-        config = _config(directory)
+        config = read_config(directory)
         with torch.device("meta"):
             return _auto_class(config).from_config(config).eval()
 
@@ -116,7 +115,7 @@ def _load_packed(directory: Path) -> PreTrainedModel:
             f"{directory}: packed checkpoint format {description['format']}, this moepack reads up "
             f"to {FORMAT}; use a newer moepack"
         )
-    config = _config(directory)
+    config = read_config(directory)
     tensors = load_file(directory / _WEIGHTS)
     # No memory until the files are seen to hold it all: a damaged config may ask for any size.
     with torch.device("meta"):
@@ -131,10 +130,6 @@ def _load_packed(directory: Path) -> PreTrainedModel:
         set_tensor(model, name, tensor)
     finish_buffers(model)
     return model
-
-
-def _config(directory: Path) -> Any:
-    return AutoConfig.from_pretrained(directory, local_files_only=True)
 
 
 def _auto_class(config: Any) -> Any:

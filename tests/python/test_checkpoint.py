@@ -189,6 +189,23 @@ def test_config_of_any_size_is_refused_without_memory_for_it(tmp_path: Path) -> 
         load_model(packed)
 
 
+# Each layer takes time to make, before anything is compared.
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_more_layers_than_tensors_are_refused_unmade(is_packed: bool, tmp_path: Path) -> None:
+    directory = write_checkpoint(made_model("olmoe"), tmp_path / "model")
+    if is_packed:
+        loaded = load_model(directory)
+        moepack.quantize_(loaded)
+        directory = save_packed(loaded, directory, tmp_path / "packed")
+    _change_config(directory, {"num_hidden_layers": 1 << 40})
+    expected = r"asks for 1,099,511,627,776 layers, and the files hold \d+ tensors"
+    with pytest.raises(BadWeights, match=expected):
+        load_model(directory)
+    if not is_packed:
+        with pytest.raises(BadWeights, match=expected):
+            quantize_checkpoint(directory, tmp_path / "out")
+
+
 def _change_config(directory: Path, settings: dict[str, Any]) -> None:
     file = directory / "config.json"
     content = json.loads(file.read_text(encoding="utf-8")) | settings

@@ -62,6 +62,20 @@ def require_float(directory: Path) -> None:
             )
 
 
+def require_layers(directory: Path, config: Any) -> None:
+    """Raises BadWeights where config.json asks for more layers than tensors are stored.
+
+    Making a model takes time for every layer, whatever it is compared with then.
+    """
+    stored = sum(len(read_entries(file)[0]) for file in directory.glob("*.safetensors"))
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if stored and isinstance(layers, int) and layers > stored:
+        raise BadWeights(
+            f"{directory}: config.json asks for {layers:,} layers, and the files hold {stored:,} "
+            "tensors: one of them is of another model, or damaged"
+        )
+
+
 def require_places(directory: Path, model: nn.Module, names: Iterable[str] | None) -> None:
     """Raises BadWeights for stored names, of any format, that the model neither takes nor ignores.
 

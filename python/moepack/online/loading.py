@@ -16,7 +16,7 @@ from moepack.families import FoundBlock, find_blocks
 from moepack.modules import PackedExperts
 from moepack.online.adapter import check_classes, read_with_values
 from moepack.online.blocks import Allocate, OnlineBlock, in_memory
-from moepack.online.completeness import require_float
+from moepack.online.completeness import require_float, require_layers
 from moepack.online.filling import Filled, Filling
 from moepack.online.methods import OnlineMethod, method_for
 from moepack.online.model_tensors import (
@@ -154,10 +154,12 @@ def read_config(directory: Path) -> Any:
     if not (directory / "config.json").is_file():
         raise MoePackError(f"{directory}: no config.json; expected a Hugging Face checkpoint")
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # the library raises what it likes
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise MoePackError(f"{directory}: cannot be loaded: {text}") from error
+    require_layers(directory, config)
+    return config
 
 
 def place_empty(model: nn.Module, settings: Settings) -> None:
