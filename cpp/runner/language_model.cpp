@@ -68,8 +68,13 @@ void LanguageModel::load(const Options& options) {
          error);
   }
   auto kernels = options.verify ? verifying_kernels() : std::vector<executorch::runtime::Kernel>{};
-  if (const Error error = module_->load_forward(nullptr, nullptr, nullptr, std::move(kernels)); error != Error::Ok)
-    fail(path_, apart ? "cannot run here with these weights" : "cannot run here, without a file of weights", error);
+  if (const Error error = module_->load_forward(nullptr, nullptr, nullptr, std::move(kernels)); error != Error::Ok) {
+    const bool may_lack_weights = !apart && error != Error::OperatorMissing;
+    fail(path_,
+         may_lack_weights ? "cannot run here; if its weights lie in a .ptd file, give it with --weights"
+                          : "cannot run here",
+         error);
+  }
 }
 
 void LanguageModel::read_inputs() {

@@ -94,6 +94,10 @@ int run(const std::vector<std::string>& arguments) {
   keep_log();
   try {
     const Options options = parse(arguments);
+    if (options.help) {
+      std::fputs(kUsage, stdout);
+      return 0;
+    }
     std::unique_ptr<Tokenizer> tokenizer;
     if (!options.tokenizer.empty()) tokenizer = std::make_unique<Tokenizer>(options.tokenizer);
     const std::vector<std::int64_t> prompt =

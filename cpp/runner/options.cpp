@@ -7,11 +7,22 @@
 #include "failure.h"
 
 namespace runner {
-namespace {
 
-constexpr char kUsage[] =
-    "usage: moepack_runner model.pte [--weights model.ptd] [--tokenizer tokenizer.json --prompt TEXT [--bos]] "
-    "[--max-new-tokens N] [--threads N] [--verify] [--huge-pages]; without a tokenizer, token ids on stdin";
+const char kUsage[] = R"(usage: moepack_runner model.pte [options]
+
+Generates greedily. Without --tokenizer the prompt is token ids on stdin, and token ids come out.
+
+  --weights FILE      the .ptd that holds the weights, where the program keeps them apart
+  --tokenizer FILE    tokenizer.json or a SentencePiece model; needs --prompt
+  --prompt TEXT       what the text begins with
+  --bos               put the token that begins a text before the prompt
+  --max-new-tokens N  end after N tokens; otherwise with the text or the context
+  --threads N         1 to 1024; otherwise as many as ExecuTorch takes
+  --verify            check the checksums of packed experts while loading
+  --huge-pages        copy weights to huge pages instead of mapping the file
+)";
+
+namespace {
 
 constexpr std::int64_t kMostThreads = 1024;
 
@@ -19,8 +30,11 @@ struct Flag {
   std::string_view name;
   bool Options::* value;
 };
-constexpr Flag kFlags[] = {
-    {"--bos", &Options::begin_text}, {"--verify", &Options::verify}, {"--huge-pages", &Options::huge_pages}};
+constexpr Flag kFlags[] = {{"--bos", &Options::begin_text},
+                           {"--verify", &Options::verify},
+                           {"--huge-pages", &Options::huge_pages},
+                           {"--help", &Options::help},
+                           {"-h", &Options::help}};
 
 struct Text {
   std::string_view name;
@@ -55,7 +69,9 @@ std::int64_t number(const Number& option, const std::string& text) {
 }
 
 void check(const Options& options) {
-  if (options.program.empty()) throw Failure(kUsage);
+  if (options.help) return;
+  if (options.program.empty())
+    throw Failure("no program; usage: moepack_runner model.pte [options], --help names them");
   if (options.tokenizer.empty() && !options.prompt.empty()) throw Failure("--prompt needs --tokenizer FILE");
   if (options.tokenizer.empty() && options.begin_text) throw Failure("--bos needs --tokenizer FILE");
   if (!options.tokenizer.empty() && options.prompt.empty()) throw Failure("--tokenizer needs --prompt TEXT");

@@ -17,7 +17,10 @@ struct Options {
   std::int64_t threads = 0;          // as many as ExecuTorch takes
   bool verify = false;
   bool huge_pages = false;
+  bool help = false;
 };
+
+extern const char kUsage[];
 
 // Throws Failure.
 Options parse(const std::vector<std::string>& arguments);

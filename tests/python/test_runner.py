@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -233,6 +234,7 @@ def test_errors_are_one_line(runner: Path, program: Path, tmp_path: Path) -> Non
     text.write_text("no program " * 100, encoding="utf-8")
     cases: list[tuple[list[str | Path], Sequence[object], str]] = [
         ([], PROMPT, "usage"),
+        ([one_layer_program(CONTEXT, True)[0]], made.PROMPT, ".ptd file, give it with --weights"),
         (["--thread", "2"], PROMPT, "unknown argument '--thread'"),
         ([program, "--threads", "0"], PROMPT, "from 1 to 1024"),
         ([program, "--threads", "1025"], PROMPT, "from 1 to 1024"),
@@ -259,6 +261,16 @@ def test_errors_are_one_line(runner: Path, program: Path, tmp_path: Path) -> Non
         assert len(lines) == 1, done.stderr
         assert lines[0].startswith("moepack_runner: ")
         assert expected in lines[0]
+
+
+def test_help_names_every_option(runner: Path) -> None:
+    option = re.compile("--[a-z][a-z-]+")
+    table = [
+        row for row in PAGE.read_text(encoding="utf-8").splitlines() if row.startswith("| `--")
+    ]
+    done = call(runner, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert set(option.findall(done.stdout)) == set(option.findall("".join(table)))
 
 
 def test_missing_operators_are_named(runner: Path, tmp_path: Path) -> None:
