@@ -167,7 +167,8 @@ def _packed_table(value: Inspection) -> Table:
     titles = ["packed experts", "scheme", "E", "rows", "cols", "bytes"]
     table = _table("", titles, right=range(2, 6))
     for stack in value.packed:
-        sizes = (str(stack.experts), str(stack.rows), str(stack.cols), _bytes(stack.bytes))
+        shape = ("-" if size is None else str(size) for size in (stack.rows, stack.cols))
+        sizes = (str(stack.experts), *shape, _bytes(stack.bytes))
         table.add_row(stack.where, stack.scheme, *sizes)
     return table
 
