@@ -88,8 +88,8 @@ test-sanitizers: build/address/build.ninja build/thread/build.ninja
 	$(BIN)/cmake --build build/thread --parallel $(JOBS) --target $(THREADED) -- --quiet
 	for test in $(THREADED); do $(FIXED_ADDRESSES) build/thread/tests/cpp/$$test --gtest_brief=1 || exit; done
 
-# The same inputs each time; another FUZZ_SEED gives others. Seconds are per target, of which there are eight.
-FUZZ_SECONDS ?= 8
+# The same inputs each time; another FUZZ_SEED gives others. Seconds are per target, of which there are eleven.
+FUZZ_SECONDS ?= 6
 FUZZ_SEED ?= 1
 FUZZ = --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 fuzz: build/address/build.ninja $(VENV)/.tools

@@ -28,8 +28,9 @@ from transformers.utils import logging as transformers_logging
 
 from moepack import placement
 from moepack.attributes import ExpertAttributes, RoutingAttributes
-from moepack.errors import MoePackError
+from moepack.errors import BadWeights, MoePackError, reported
 from moepack.families import FoundBlock, find_blocks
+from moepack.json_text import read_object
 from moepack.manifest import METHOD_NAME, PACKED_FILE, package_versions
 from moepack.modules import PackedExperts, QuantizedExperts, QuantizedMoEFFN, RoutedExperts
 from moepack.online import completeness
@@ -56,10 +57,10 @@ def load_model(directory: Path) -> PreTrainedModel:
     if not any(directory.glob("*.safetensors")):
         raise MoePackError(f"{directory}: no *.safetensors file; convert the checkpoint first")
     _require_generation_config(directory / "generation_config.json")
-    with _reported(directory), _quiet():
+    with reported(directory), _experts_named(directory), _quiet():
         if (directory / PACKED_FILE).is_file():
             return _load_packed(directory)
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = read_object(directory / "config.json")
         if (config.get("quantization_config") or {}).get("quant_method") == METHOD_NAME:
             return load_packed(directory)
         if not config.get("quantization_config"):
@@ -80,7 +81,7 @@ def load_model(directory: Path) -> PreTrainedModel:
 def empty_model(directory: Path) -> PreTrainedModel:
     """The model of the directory's config.json without weights, on the meta device."""
     _require_checkpoint(directory)
-    with _reported(directory), _quiet():
+    with reported(directory), _quiet():
         config = read_config(directory)
         with torch.device("meta"):
             return _auto_class(config).from_config(config).eval()
@@ -109,7 +110,7 @@ def save_packed(model: nn.Module, source: Path, out: Path, *, force: bool = Fals
 
 
 def _load_packed(directory: Path) -> PreTrainedModel:
-    description = json.loads((directory / PACKED_FILE).read_text(encoding="utf-8"))
+    description = read_object(directory / PACKED_FILE)
     if description["format"] > FORMAT:
         raise MoePackError(
             f"{directory}: packed checkpoint format {description['format']}, this moepack reads up "
@@ -223,33 +224,24 @@ def _require_checkpoint(directory: Path) -> None:
 
 def _require_generation_config(path: Path) -> None:
     """The library goes on with defaults instead of a broken one: another end of text, unseen."""
-    if not path.is_file():
-        return
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError(f"expected an object, found {type(content).__name__}")
-        GenerationConfig.from_dict(content)
-    except Exception as error:  # its checks raise what they like
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise MoePackError(f"{path}: damaged, correct or remove it: {text}") from error
+    if path.is_file():
+        with reported(path):
+            GenerationConfig.from_dict(read_object(path))
 
 
 @contextmanager
-def _reported(directory: Path) -> Iterator[None]:
-    """transformers and safetensors raise what they like; callers get one kind, with the place."""
+def _experts_named(directory: Path) -> Iterator[None]:
+    """Where transformers points to a report in its log, the tensors that are missing."""
     try:
         yield
-    except MoePackError:
-        raise
-    except Exception as error:
-        text = str(error).strip() or type(error).__name__
-        if "above report" in text:
-            gone = completeness.missing_of_experts(directory)
-            text = "its experts' tensors do not fit together" + (
-                f"; missing: {shortened(gone, 4)}" if gone else ""
-            )
-        raise MoePackError(f"{directory}: cannot be loaded: {text.splitlines()[0]}") from error
+    except RuntimeError as error:
+        if "above report" not in str(error):
+            raise
+        gone = completeness.missing_of_experts(directory)
+        missing = f"; missing: {shortened(gone, 4)}" if gone else ""
+        raise BadWeights(
+            f"{directory}: cannot be loaded: its experts' tensors do not fit together{missing}"
+        ) from error
 
 
 @contextmanager

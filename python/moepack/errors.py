@@ -1,5 +1,8 @@
 """What moepack raises. Every message names the place, what was found and what is supported."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class MoePackError(Exception):
     """Base of every error that moepack raises."""
@@ -23,3 +26,17 @@ class VerificationError(MoePackError):
 
 class PackedFormatError(MoePackError, ValueError):
     """Bytes that are not a packed blob, or are one of another version, or are damaged."""
+
+
+@contextmanager
+def reported(place: object) -> Iterator[None]:
+    """What libraries raise on damaged files becomes a MoePackError that names the place."""
+    try:
+        yield
+    except MoePackError:
+        raise
+    except Exception as error:  # they raise what they like
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if isinstance(error, LookupError | TypeError | AttributeError):
+            text = f"{type(error).__name__}: {text}"
+        raise MoePackError(f"{place}: cannot be loaded: {text}") from error

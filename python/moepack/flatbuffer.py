@@ -1,8 +1,9 @@
-"""Reading flatbuffers, every offset checked: damage is a ValueError or struct.error."""
+"""Reading flatbuffers, every offset checked: damage is a ValueError."""
 
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 
 class Table:
@@ -61,7 +62,14 @@ class Table:
 
 
 def read(buffer: memoryview, form: str, at: int) -> int:
-    if at < 0:
-        raise ValueError(f"offset {at} is before the beginning")
-    value: int = struct.unpack_from(form, buffer, at)[0]
+    """One number at an offset."""
+    value: int = unpack(buffer, form, at)[0]
     return value
+
+
+def unpack(buffer: memoryview, form: str, at: int) -> tuple[Any, ...]:
+    """All that a format of `struct` names. Raises ValueError where the buffer does not hold it."""
+    size = struct.calcsize(form)
+    if not 0 <= at <= len(buffer) - size:
+        raise ValueError(f"{size} bytes expected at {at}, of {len(buffer)} in all: cut short?")
+    return struct.unpack_from(form, buffer, at)

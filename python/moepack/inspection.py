@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from moepack import packing
 from moepack.errors import MoePackError, PackedFormatError, UnsupportedError
+from moepack.json_text import read_object
 from moepack.manifest import (
     FILE_NAME,
     PROGRAM,
@@ -25,6 +25,7 @@ from moepack.manifest import (
 )
 from moepack.program_file import Constant, ProgramFile, open_program
 from moepack.runtime import executorch_runtime, missing_from_runtime
+from moepack.safetensors_file import open_tensors
 from moepack.universal_blob import UNIVERSAL_MAGIC, is_universal, read_header
 from moepack.weights_file import IDENTIFIER as WEIGHTS_IDENTIFIER
 from moepack.weights_file import WeightsFile, open_weights, weights_of
@@ -135,9 +136,9 @@ def _missing_shards(directory: Path) -> list[str]:
     lines = []
     for index in sorted(directory.glob("*.safetensors.index.json")):
         try:
-            homes = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            homes = read_object(index)["weight_map"]
             counts = Counter(str(home) for home in homes.values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (MoePackError, LookupError, TypeError, AttributeError) as error:
             lines.append(f"{index.name}: damaged index: {error!r}")
             continue
         lines += [
@@ -249,18 +250,11 @@ def _inspect_blob(path: Path, verify: bool) -> Inspection:
 
 
 def _inspect_safetensors(path: Path, verify: bool) -> Inspection:
-    from safetensors import safe_open
-
     result = Inspection(str(path), "safetensors", path.stat().st_size, verified=verify)
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  not a dict
-                if name.endswith(("packed_w13", "packed_w2")):
-                    _add_stack(result, name, file.get_tensor(name), verify)
-    except MoePackError:
-        raise
-    except Exception as error:  # safetensors has its own exception type, and OSError
-        raise MoePackError(f"{path}: damaged safetensors file: {error}") from error
+    with open_tensors(path) as file:
+        for name in file.keys():  # noqa: SIM118  not a dict
+            if name.endswith(("packed_w13", "packed_w2")):
+                _add_stack(result, name, file.get_tensor(name), verify)
     return result
 
 

@@ -1,10 +1,13 @@
-"""Values as JSON that every reader takes: infinity and NaN, which JSON has not, become null."""
+"""JSON text and files. Infinity and NaN, which JSON has not, are written as null."""
 
 from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
+
+from moepack.errors import MoePackError
 
 
 def finite(value: Any) -> Any:
@@ -18,3 +21,14 @@ def finite(value: Any) -> Any:
 
 def json_text(value: Any) -> str:
     return json.dumps(finite(value), indent=2, allow_nan=False)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file. Raises MoePackError when it is missing or holds something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise MoePackError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise MoePackError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content

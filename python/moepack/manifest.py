@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moepack.errors import MoePackError
-from moepack.json_text import finite, json_text
+from moepack.json_text import finite, json_text, read_object
 
 FILE_NAME = "manifest.json"
 PROGRAM = "model.pte"
@@ -63,7 +62,7 @@ class Manifest:
                 f"{directory}: no {FILE_NAME}; expected the output of moepack export"
             )
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_object(path)
             if content["format"] > FORMAT:
                 raise MoePackError(
                     f"{path}: format {content['format']}, this moepack reads up to {FORMAT}; "

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from moepack.errors import MoePackError
-from moepack.flatbuffer import Table, read
+from moepack.flatbuffer import Table, read, unpack
 
 IDENTIFIER = b"ET12"
 _HEADER_MAGIC = b"eh00"
-_HEADER = struct.Struct("<4sIQQ")
+_HEADER = "<4sIQQ"
 _KERNEL_CALL = 1
 _TENSOR, _STRING = 5, 6
 _EXTERNAL = 1
@@ -117,13 +116,13 @@ def open_program(path: Path) -> ProgramFile:
         raise MoePackError(f"{path}: not an ExecuTorch program (no ET12 identifier)")
     try:
         return _read_program(path, data)
-    except (ValueError, IndexError, struct.error, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, IndexError, RecursionError) as error:
         raise MoePackError(f"{path}: damaged ExecuTorch program: {error}") from error
 
 
 def _read_program(path: Path, data: memoryview) -> ProgramFile:
     program_bytes, base = len(data), 0
-    magic, _, size, offset = _HEADER.unpack_from(data, 8)
+    magic, _, size, offset = unpack(data, _HEADER, 8)
     if magic == _HEADER_MAGIC:
         program_bytes, base = size, offset
     if program_bytes > len(data):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moepack.errors import MoePackError
+from moepack.json_text import read_object
 from moepack.manifest import FILE_NAME, METHOD_NAME, PACKED_FILE, PROGRAM, WEIGHTS
 from moepack.tokenizer import FILES as TOKENIZER_FILES
 
@@ -162,10 +162,9 @@ def _has_marker(directory: Path) -> bool:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(path)
+    except MoePackError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _make_parents(target: Path) -> list[Path]:

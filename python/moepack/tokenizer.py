@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import tokenizers
 
 from moepack.errors import MoePackError
+from moepack.json_text import read_object
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -148,15 +148,7 @@ class TextStream:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise MoePackError(f"{path}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise MoePackError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
+    return read_object(path) if path.is_file() else {}
 
 
 def _template(directory: Path, config: dict[str, Any]) -> str | None:

@@ -7,18 +7,17 @@ its own, followed by segments of raw data. Every offset is checked against the f
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from moepack.errors import MoePackError
-from moepack.flatbuffer import Table, read
+from moepack.flatbuffer import Table, read, unpack
 from moepack.program_file import ProgramFile, Segment, map_file
 
 IDENTIFIER = b"FT01"
-_HEADER = struct.Struct("<4sIQQQQ")
+_HEADER = "<4sIQQQQ"
 _HEADER_MAGIC = b"FH01"
 _LARGEST_ALIGNMENT = 1 << 16
 _LISTED = 4
@@ -56,7 +55,7 @@ def open_weights(path: Path) -> WeightsFile:
         raise MoePackError(f"{path}: not ExecuTorch's weights (no FT01 identifier)")
     try:
         return _read_weights(path, data)
-    except (ValueError, IndexError, struct.error, UnicodeDecodeError) as error:
+    except (ValueError, IndexError) as error:
         raise MoePackError(f"{path}: damaged ExecuTorch weights: {error}") from error
 
 
@@ -86,7 +85,7 @@ def weights_of(program: ProgramFile) -> WeightsFile | None:
 
 
 def _read_weights(path: Path, data: memoryview) -> WeightsFile:
-    magic, _, offset, size, base, segment_bytes = _HEADER.unpack_from(data, 8)
+    magic, _, offset, size, base, segment_bytes = unpack(data, _HEADER, 8)
     if magic != _HEADER_MAGIC:
         raise ValueError("no FH01 header")
     if not offset + size <= base <= base + segment_bytes <= len(data):

@@ -1,4 +1,4 @@
-"""Ways to damage a file: bytes of any kind, and values of JSON documents."""
+"""Ways to damage a file: bytes of any kind, and values of JSON documents, alone or as headers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,30 @@ _VALUES: tuple[Any, ...] = (
 
 def damaged(data: bytes, draw: random.Random) -> bytes:
     """Another file; JSON keeps its form two times out of three, so that its values are read."""
-    if data[:1] == b"{" and draw.random() < 0.67:
-        document = json.loads(data)
-        for _ in range(draw.choice((1, 1, 2, 5))):
-            document = _other_document(document, draw)
-        return json.dumps(document).encode()
+    if draw.random() < 0.67:
+        if data[:1] == b"{":
+            return _other_json(data, draw)
+        if data[8:9] == b"{":
+            return _other_header(data, draw)
     kinds = (_flip, _overwrite, _overwrite, _cut, _extend, _swap, _foreign)
     result = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 8))):
         result = draw.choice(kinds)(result, draw)
     return bytes(result)
+
+
+def _other_json(data: bytes, draw: random.Random) -> bytes:
+    document = json.loads(data)
+    for _ in range(draw.choice((1, 1, 2, 5))):
+        document = _other_document(document, draw)
+    return json.dumps(document).encode()
+
+
+def _other_header(data: bytes, draw: random.Random) -> bytes:
+    """A safetensors file whose header is damaged, and as long as the file says."""
+    size = 8 + int.from_bytes(data[:8], "little")
+    header = _other_json(data[8:size], draw)
+    return struct.pack("<Q", len(header)) + header + data[size:]
 
 
 def _place(data: bytearray, draw: random.Random) -> int:

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import made_programs
 import moepack
 from damage import damaged
-from moepack import checkpoint, packing, universal_blob
+from moepack import checkpoint, convert, online, packing, universal_blob
 from moepack.errors import MoePackError
 from moepack.exporter import export
 from moepack.inspection import inspect
@@ -96,6 +96,35 @@ def read_checkpoint(directory: Path, draw: random.Random) -> None:
         inspect(directory, verify=True)
     else:
         checkpoint.load_model(directory)
+
+
+def make_float_checkpoint(directory: Path) -> None:
+    shutil.copytree(made_programs.checkpoint("mixtral"), directory, dirs_exist_ok=True)
+
+
+def read_online(directory: Path, draw: random.Random) -> None:
+    if draw.choice((True, False)):
+        online.quantize_checkpoint(directory, directory.with_suffix(".out"), force=True)
+    else:
+        online.load(directory)
+
+
+def make_converted_checkpoint(directory: Path) -> None:
+    online.quantize_checkpoint(made_programs.checkpoint("mixtral"), directory, force=True)
+
+
+def read_converted(directory: Path, draw: random.Random) -> None:
+    if draw.choice((True, False)):
+        convert(directory, directory.with_suffix(".out"), layout="torchao", force=True)
+    else:
+        online.load_packed(directory)
+
+
+def convert_program(directory: Path, draw: random.Random) -> None:
+    upstream = draw.choice((True, False))
+    source = draw.choice((directory / PROGRAM, directory))
+    target = directory.with_name(f"converted-{source.name}")
+    convert(source, target, layout="torchao", upstream=upstream, force=True)
 
 
 def make_blobs(directory: Path) -> None:
@@ -190,6 +219,9 @@ TARGETS = {
     "checkpoint": Target(make_packed_checkpoint, read_checkpoint),
     "load": Target(make_program, read_natively),
     "weights": Target(make_program_and_weights, read_weights, "model.pt*"),
+    "online": Target(make_float_checkpoint, read_online),
+    "converted": Target(make_converted_checkpoint, read_converted),
+    "convert": Target(make_program_and_weights, convert_program),
 }
 
 

@@ -74,7 +74,7 @@ def test_damaged_checkpoint_is_one_line(tmp_path: Path, name: str) -> None:
     directory = copied(checkpoint("mixtral"), tmp_path / "model")
     content = (directory / name).read_bytes()
     (directory / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(MoePackError, match="cannot be loaded") as caught:
+    with pytest.raises(MoePackError, match=f"{name}: .*(damaged|JSON)") as caught:
         load_model(directory)
     assert "\n" not in str(caught.value)
 
@@ -146,7 +146,7 @@ def test_integers_are_no_weights(name: str, tmp_path: Path) -> None:
 def test_broken_generation_config_is_refused(text: str, tmp_path: Path) -> None:
     directory = copied(checkpoint("mixtral"), tmp_path / "model")
     (directory / "generation_config.json").write_text(text, encoding="utf-8")
-    with pytest.raises(MoePackError, match=r"generation_config\.json: damaged"):
+    with pytest.raises(MoePackError, match=r"generation_config\.json: .*JSON"):
         load_model(directory)
 
 

@@ -93,6 +93,12 @@ def test_checkpoints_that_are_refused(tmp_path: Path) -> None:
         moepack.convert(source, layout="torchao")
     with pytest.raises(MoePackError, match=r"neither a \.pte file"):
         moepack.convert(tmp_path, tmp_path / "out", layout="torchao")
+    index = source / "model.safetensors.index.json"
+    whole = index.read_bytes()
+    index.write_text('{"metadata": 3}', encoding="utf-8")
+    with pytest.raises(MoePackError, match="packed: cannot be loaded: AttributeError"):
+        moepack.convert(source, tmp_path / "out", layout="torchao")
+    index.write_bytes(whole)
     damaged = next(source.glob("experts-*.safetensors"))
     data = bytearray(damaged.read_bytes())
     data[-5] ^= 0x11

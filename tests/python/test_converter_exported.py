@@ -47,7 +47,10 @@ def test_an_exported_directory_there_and_back(tmp_path: Path) -> None:
 
 def test_the_card_says_which_operator_runs(tmp_path: Path) -> None:
     source = made_programs.exported()
-    theirs = moepack.convert(source, tmp_path / "theirs", layout="torchao", upstream=True).result
+    copy = made_programs.copied(source, tmp_path / "copy")
+    with (copy / "README.md").open("ab") as card:
+        card.write("in another encoding: \u00e9".encode("latin-1"))
+    theirs = moepack.convert(copy, tmp_path / "theirs", layout="torchao", upstream=True).result
     text = (theirs / "README.md").read_text(encoding="utf-8")
     assert "accelerate_upstream" in text
     assert "moepack run . " not in text

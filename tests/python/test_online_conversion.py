@@ -84,6 +84,20 @@ def test_schemes_by_pattern_and_layers_left_as_they_were(tmp_path: Path) -> None
         AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
 
 
+@pytest.mark.parametrize("size", [0, 20])
+def test_progress_that_was_cut_short_is_none(tmp_path: Path, size: int) -> None:
+    source = saved(tiny_models.build("qwen3_moe"), tmp_path / "float")
+
+    def interrupt(*what: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(source, tmp_path / "out", ONE, progress=interrupt)
+    state = tmp_path / ".out.unfinished/moepack-progress.json"
+    state.write_bytes(state.read_bytes()[:size])
+    assert quantize_checkpoint(source, tmp_path / "out", ONE).resumed == 0
+
+
 def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = saved(tiny_models.build("qwen3_moe", num_hidden_layers=4), tmp_path / "float")
     out = tmp_path / "packed"
@@ -198,6 +212,36 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path, read: Callable[[Path], A
     with pytest.raises(MoePackError, match="model: cannot be loaded"):
         read(tmp_path / "model")
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    "changed", [{"scheme": 3}, {"exclude": [1]}, {"modules": [["*"]]}, {"modules": [["*", 3]]}]
+)
+def test_settings_of_another_kind_are_named(tmp_path: Path, changed: dict[str, Any]) -> None:
+    source = saved(tiny_models.build("qwen3_moe"), tmp_path / "float")
+    quantize_checkpoint(source, tmp_path / "out", ONE)
+    path = tmp_path / "out/config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["quantization_config"] |= changed
+    path.write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(MoePackError, match="quantization_config: "):
+        load_packed(tmp_path / "out")
+
+
+@pytest.mark.parametrize("read", [load, lambda d: quantize_checkpoint(d, d.parent / "out", ONE)])
+@pytest.mark.parametrize(
+    "changed",
+    [{"architectures": 0.5}, {"hidden_act": "none"}, {"hidden_size": 1 << 70}],
+)
+def test_configs_of_no_model_are_named(
+    tmp_path: Path, read: Callable[[Path], Any], changed: dict[str, Any]
+) -> None:
+    source = saved(tiny_models.build("qwen3_moe"), tmp_path / "model")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (source / "config.json").write_text(json.dumps(config | changed), encoding="utf-8")
+    with pytest.raises(MoePackError, match="model: cannot be loaded"):
+        read(source)
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_anonymous_memory_is_a_few_experts(tmp_path: Path) -> None:

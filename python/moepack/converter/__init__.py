@@ -15,7 +15,7 @@ from moepack.converter.exported import convert_exported, convert_file
 from moepack.converter.program import Target, convert_program
 from moepack.converter.stacks import ScaleChanges
 from moepack.converter.state import convert_module, convert_state_dict
-from moepack.errors import MoePackError, UnsupportedError
+from moepack.errors import MoePackError, UnsupportedError, reported
 from moepack.manifest import FILE_NAME, PROGRAM
 
 __all__ = ["Conversion", "ScaleChanges", "convert"]
@@ -89,7 +89,8 @@ def convert(
     changes = ScaleChanges()
     result: Any
     if isinstance(source, (str, Path)):
-        result = _convert_path(Path(source), out, to, changes, force)
+        with reported(source):
+            result = _convert_path(Path(source), out, to, changes, force)
     elif out is not None:
         raise MoePackError("`out` is for files and directories; the result is in memory")
     elif isinstance(source, bytes):

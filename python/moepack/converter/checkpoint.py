@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from moepack.attributes import ExpertAttributes
 from moepack.converter.stacks import ScaleChanges, StackForm, converted_blobs
 from moepack.converter.state import forms_of
 from moepack.errors import MoePackError, PackedFormatError, UnsupportedError
+from moepack.json_text import read_object
 from moepack.manifest import METHOD_NAME, PACKED_FILE
 from moepack.modules import PackedExperts
-from moepack.online.files import Replacement, copy_tensors, read_entries
+from moepack.online.files import Replacement, copy_tensors
 from moepack.online.loading import meta_model, place_empty, read_config, settings_of
+from moepack.safetensors_file import open_tensors, read_entries
 from moepack.staging import staged
 
 _INDEX = "model.safetensors.index.json"
@@ -57,7 +58,7 @@ def convert_checkpoint(
 def _forms(source: Path) -> dict[str, StackForm]:
     """What each packed tensor of the checkpoint holds, by its name."""
     if (source / PACKED_FILE).is_file():
-        return _forms_of_blocks(json.loads((source / PACKED_FILE).read_text(encoding="utf-8")))
+        return _forms_of_blocks(read_object(source / PACKED_FILE))
     config = read_config(source)
     settings: Any = getattr(config, "quantization_config", None)
     if not isinstance(settings, dict) or settings.get("quant_method") != METHOD_NAME:
@@ -103,7 +104,7 @@ def _convert_tensors(
 def _blobs(
     source: Path, name: str, experts: int, form: StackForm, changes: ScaleChanges
 ) -> Iterator[bytes]:
-    with safe_open(source, framework="pt") as file:
+    with open_tensors(source) as file:
         stack = file.get_slice(name)
         blobs = (stack[expert] for expert in range(experts))
         for blob in converted_blobs(blobs, form, changes, f"{source}: {name}"):
@@ -127,6 +128,6 @@ def _set_layout(description: dict[str, Any], layout: str) -> None:
 
 
 def _update(path: Path, change: Any) -> None:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_object(path)
     change(content)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

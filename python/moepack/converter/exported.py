@@ -101,8 +101,8 @@ def _describe(manifest: Manifest, stage: Path, to: Target) -> None:
     described.write(stage)
     readme = stage / "README.md"
     if readme.is_file():
-        text = renewed_card(described, readme.read_text(encoding="utf-8"))
-        readme.write_text(text, encoding="utf-8")
+        card = renewed_card(described, readme.read_text(encoding="utf-8", errors="replace"))
+        readme.write_text(card, encoding="utf-8")
 
 
 def _require_new(path: Path, source: Path, force: bool) -> None:

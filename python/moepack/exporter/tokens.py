@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from moepack.errors import MoePackError, UnsupportedError
+from moepack.json_text import read_object
 from moepack.tokenizer import FILES, Tokenizer
 
 
@@ -93,7 +93,7 @@ def _tokenizer_ids(directory: Path | None) -> dict[str, int | None]:
         return {}
     path = directory / "tokenizer_config.json"
     tokenizer = Tokenizer.load(directory)
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    config = read_object(path) if path.is_file() else {}
     found: dict[str, int | None] = {}
     for name in ("bos_token", "eos_token"):
         token = config.get(name)

@@ -25,13 +25,13 @@ from moepack.manifest import METHOD_NAME
 from moepack.modules import PackedExperts
 from moepack.online.adapter import check_classes
 from moepack.online.blocks import OnlineBlock
-from moepack.online.files import read_entries
 from moepack.online.filling import shortened
 from moepack.online.loading import Settings, online_blocks, place_empty, settings_of
 from moepack.online.mapping import NameMapping, Target
 from moepack.online.stored import Decoder, StoredTensor
 from moepack.online.unit import Unit
 from moepack.placement import put
+from moepack.safetensors_file import read_entries
 
 
 @register_quantization_config(METHOD_NAME)

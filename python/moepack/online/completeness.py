@@ -11,14 +11,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from moepack.errors import BadWeights
-from moepack.online.files import read_entries
 from moepack.online.filling import shortened
 from moepack.online.mapping import COMPUTED, NameMapping
 from moepack.online.stored import Decoder
+from moepack.safetensors_file import open_tensors, read_entries
 
 _WEIGHT = re.compile(r"\bexperts\.|(\.weight|_proj|_w|w[123])$")
 _EXPERT = re.compile(r"^(.*\bexperts\.)(\d+)(\..*)$")
@@ -95,7 +94,7 @@ def missing_of_experts(directory: Path) -> list[str]:
     """Names that other experts of the same block have, and this one does not."""
     names: set[str] = set()
     for file in directory.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
+        with open_tensors(file) as opened:
             names.update(opened.keys())
     found = [match.groups() for name in names if (match := _EXPERT.match(name))]
     experts = {(block, number) for block, number, _ in found}

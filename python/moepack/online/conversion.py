@@ -10,6 +10,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from moepack import packing
-from moepack.errors import MoePackError, NoMoEBlock
+from moepack.errors import MoePackError, NoMoEBlock, reported
+from moepack.json_text import read_object
 from moepack.manifest import METHOD_NAME
 from moepack.modules import PackedExperts
 from moepack.online.adapter import check_classes
 from moepack.online.blocks import OnlineBlock
 from moepack.online.completeness import require_float, require_places
 from moepack.online.converted import Converted, described
-from moepack.online.files import Finishing, MappedFile, copy_tensors, read_entries
+from moepack.online.files import Finishing, MappedFile, copy_tensors
 from moepack.online.filling import Filled, Filling
 from moepack.online.loading import Progress, Settings, meta_model, online_blocks, read_config
 from moepack.online.mapping import NameMapping
@@ -32,6 +34,7 @@ from moepack.online.memory import PeakMemory, available_bytes
 from moepack.online.sources import SafetensorsDirectory
 from moepack.online.stacks import FileStack
 from moepack.online.stored import Decoder, StoredTensor
+from moepack.safetensors_file import read_entries
 from moepack.staging import put_in_place, require_output
 from moepack.tokenizer import FILES as TOKENIZER_FILES
 
@@ -80,11 +83,12 @@ class _Work:
     def __init__(self, source: Path, target: Path, settings: Settings) -> None:
         self.source, self.target, self.settings = source, target, settings
         self.stage = target.parent / f".{target.name}.unfinished"
-        self.config = read_config(source)
+        with reported(source):
+            self.config = read_config(source)
+            self.model = meta_model(self.config, torch.float32)
         self.tensors = SafetensorsDirectory(source)
         if getattr(self.config, "quantization_config", None) is None:
             require_float(source)
-        self.model = meta_model(self.config, torch.float32)
         self.files: dict[str, MappedFile] = {}
         self.blocks, _ = online_blocks(self.model, settings, self._allocate)
         if not self.blocks:
@@ -151,11 +155,12 @@ class _Work:
             },
         }
         file = self.stage / _STATE
-        if file.is_file() and json.loads(file.read_text(encoding="utf-8")) == state:
-            return
+        with suppress(MoePackError):  # there is none, or it was cut short
+            if read_object(file) == state:
+                return
         shutil.rmtree(self.stage, ignore_errors=True)
         self.stage.mkdir(parents=True)
-        file.write_text(json.dumps(state), encoding="utf-8")
+        _write_json(file, state)
 
     def _require_room(self) -> None:
         packed = sum(
@@ -238,7 +243,7 @@ class _Work:
                 total += entry["data_offsets"][1] - entry["data_offsets"][0]
         index = {"metadata": {"total_size": total}, "weight_map": home}
         _write_json(self.stage / INDEX, index)
-        config = json.loads((self.source / "config.json").read_text(encoding="utf-8"))
+        config = read_object(self.source / "config.json")
         config["quantization_config"] = {
             "quant_method": METHOD_NAME,
             "scheme": self.blocks[0].decision.scheme,

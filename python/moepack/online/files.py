@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moepack.errors import MoePackError
+from moepack.safetensors_file import read_entries
 
 _DTYPE_NAMES = {torch.uint8: "U8", torch.float32: "F32"}
 _CHUNK = 64 << 20
@@ -96,18 +97,6 @@ class Finishing:
         self._thread.shutdown()
         if error is None:
             self._wait()
-
-
-def read_entries(file: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file: entries by name, and where their data begins."""
-    try:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            entries = json.loads(opened.read(length))
-    except (OSError, ValueError, struct.error) as error:
-        raise MoePackError(f"{file}: is no safetensors file: {error}") from error
-    entries.pop("__metadata__", None)
-    return entries, 8 + length
 
 
 class Replacement(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from moepack.errors import MoePackError, NoMoEBlock, UnsupportedError
+from moepack.errors import MoePackError, NoMoEBlock, UnsupportedError, reported
 from moepack.families import FoundBlock, find_blocks
 from moepack.modules import PackedExperts
 from moepack.online.adapter import check_classes, read_with_values
@@ -58,15 +58,25 @@ class Settings:
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:
-    """The settings that config.json holds as `quantization_config`."""
-    return Settings(
-        scheme=config["scheme"],
-        exclude=tuple(config.get("exclude") or ()),
-        recipe=dict(config.get("modules") or {}),
-        router=config.get("router", "auto"),
-        layout=config.get("layout", "moepack"),
-        sqnr_floor=config.get("sqnr_floor"),
-    )
+    """The settings that config.json holds as `quantization_config`.
+
+    Raises MoePackError for values of other kinds.
+    """
+    with reported("quantization_config"):
+        settings = Settings(
+            scheme=config["scheme"],
+            exclude=tuple(config.get("exclude") or ()),
+            recipe=dict(config.get("modules") or {}),
+            router=config.get("router", "auto"),
+            layout=config.get("layout", "moepack"),
+            sqnr_floor=config.get("sqnr_floor"),
+        )
+    recipe = settings.recipe or {}
+    texts = (settings.scheme, settings.layout, *settings.exclude, *recipe, *recipe.values())
+    for text in texts:
+        if not isinstance(text, str):
+            raise UnsupportedError(f"quantization_config: {text!r}; expected text in its place")
+    return settings
 
 
 @dataclass
@@ -104,8 +114,9 @@ def load(
     NoMoEBlock, UnsupportedError, BadWeights (names, shapes, values), VerificationError (a class
     that computes something else, the SQNR floor).
     """
-    config = read_config(Path(directory))
-    model = meta_model(config, dtype)
+    with reported(directory):
+        config = read_config(Path(directory))
+        model = meta_model(config, dtype)
     if load_format != "dummy" and getattr(config, "quantization_config", None) is None:
         require_float(Path(directory))
     source: Source = (
@@ -126,9 +137,10 @@ def load_packed(directory: str | Path, *, dtype: torch.dtype = torch.float32) ->
     What was left in FP8 or MXFP4 is dequantized. Raises BadWeights if tensors are missing
     or have no place in the model.
     """
-    config = read_config(Path(directory))
-    model = meta_model(config, dtype)
-    place_empty(model, settings_of(config.quantization_config))
+    with reported(directory):
+        config = read_config(Path(directory))
+        model = meta_model(config, dtype)
+        place_empty(model, settings_of(config.quantization_config))
     source = SafetensorsDirectory(Path(directory))
 
     def apply(filled: Filled) -> None:
@@ -153,11 +165,8 @@ def read_config(directory: Path) -> Any:
 
     if not (directory / "config.json").is_file():
         raise MoePackError(f"{directory}: no config.json; expected a Hugging Face checkpoint")
-    try:
+    with reported(directory):
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # the library raises what it likes
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise MoePackError(f"{directory}: cannot be loaded: {text}") from error
     require_layers(directory, config)
     return config
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moepack.errors import MoePackError
-from moepack.online.files import read_entries
+from moepack.safetensors_file import read_entries
 
 
 class Extent(NamedTuple):

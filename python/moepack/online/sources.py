@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from moepack.errors import MoePackError
 from moepack.online.reading import Extent, ReadingRoom, read_extents
 from moepack.online.stored import StoredTensor, natural_key
+from moepack.safetensors_file import open_tensors
 
 _DTYPES = {
     "F64": torch.float64,
@@ -52,10 +52,7 @@ class SafetensorsDirectory:
         if not files:
             raise MoePackError(f"{directory}: no *.safetensors file; convert the checkpoint first")
         for file in files:
-            try:
-                opened: Any = safe_open(file, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise MoePackError(f"{file}: cannot be read: {error}") from error
+            opened = open_tensors(file)
             self._files[file.name] = opened
             for name in opened.keys():  # noqa: SIM118
                 if name in self._home:
