@@ -65,8 +65,10 @@ def load_model(directory: Path) -> PreTrainedModel:
             return load_packed(directory)
         if not config.get("quantization_config"):
             completeness.require_float(directory)
+        described = read_config(directory)
+        completeness.require_weights(directory, _without_weights(described))
         # Asked to ignore other shapes, it reports them; else its error points to a hidden log.
-        model, info = _auto_class(read_config(directory)).from_pretrained(
+        model, info = _auto_class(described).from_pretrained(
             directory,
             dtype=torch.float32,
             local_files_only=True,
@@ -82,9 +84,7 @@ def empty_model(directory: Path) -> PreTrainedModel:
     """The model of the directory's config.json without weights, on the meta device."""
     _require_checkpoint(directory)
     with reported(directory), _quiet():
-        config = read_config(directory)
-        with torch.device("meta"):
-            return _auto_class(config).from_config(config).eval()
+        return _without_weights(read_config(directory))
 
 
 def save_packed(model: nn.Module, source: Path, out: Path, *, force: bool = False) -> Path:
@@ -118,9 +118,7 @@ def _load_packed(directory: Path) -> PreTrainedModel:
         )
     config = read_config(directory)
     tensors = load_file(directory / _WEIGHTS)
-    # No memory until the files are seen to hold it all: a damaged config may ask for any size.
-    with torch.device("meta"):
-        model = _auto_class(config).from_config(config, dtype=torch.float32).eval()
+    model = _without_weights(config, dtype=torch.float32)
     found = find_blocks(model)
     for path, block in description["blocks"].items():
         _place(model, _block_at(path, found, directory), path, block, tensors)
@@ -137,6 +135,12 @@ def _auto_class(config: Any) -> Any:
     """Encoders with decoders are read, packed and written too, though nothing exports them."""
     is_pair = getattr(config, "is_encoder_decoder", False)
     return AutoModelForSeq2SeqLM if is_pair else AutoModelForCausalLM
+
+
+def _without_weights(config: Any, **options: Any) -> PreTrainedModel:
+    """No memory until the files are seen to hold it all: a damaged config may ask for any size."""
+    with torch.device("meta"):
+        return _auto_class(config).from_config(config, **options).eval()
 
 
 def _block_at(path: str, found: Sequence[FoundBlock], directory: Path) -> FoundBlock:

@@ -103,10 +103,13 @@ def make_float_checkpoint(directory: Path) -> None:
 
 
 def read_online(directory: Path, draw: random.Random) -> None:
-    if draw.choice((True, False)):
-        online.quantize_checkpoint(directory, directory.with_suffix(".out"), force=True)
-    else:
-        online.load(directory)
+    match draw.choice(("quantize", "load", "float")):
+        case "quantize":
+            online.quantize_checkpoint(directory, directory.with_suffix(".out"), force=True)
+        case "load":
+            online.load(directory)
+        case "float":
+            checkpoint.load_model(directory)
 
 
 def make_converted_checkpoint(directory: Path) -> None:

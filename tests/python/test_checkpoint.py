@@ -179,14 +179,19 @@ def test_packed_checkpoints_are_held_to_the_same(
 
 
 # The library's model would take more memory than there is, before anything is compared.
-def test_config_of_any_size_is_refused_without_memory_for_it(tmp_path: Path) -> None:
-    source = write_checkpoint(made_model("olmoe"), tmp_path / "model")
-    loaded = load_model(source)
-    moepack.quantize_(loaded)
-    packed = save_packed(loaded, source, tmp_path / "packed")
-    _change_config(packed, {"vocab_size": 1 << 40})
-    with pytest.raises(BadWeights, match="1099511627776"):
-        load_model(packed)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_config_of_any_size_is_refused_without_memory_for_it(
+    is_packed: bool, tmp_path: Path
+) -> None:
+    directory = write_checkpoint(made_model("olmoe"), tmp_path / "model")
+    if is_packed:
+        loaded = load_model(directory)
+        moepack.quantize_(loaded)
+        directory = save_packed(loaded, directory, tmp_path / "packed")
+    _change_config(directory, {"vocab_size": 1 << 40})
+    expected = "1099511627776" if is_packed else r"asks for [\d,]{18,} weights"
+    with pytest.raises(BadWeights, match=expected):
+        load_model(directory)
 
 
 # Each layer takes time to make, before anything is compared.

@@ -75,6 +75,24 @@ def require_layers(directory: Path, config: Any) -> None:
         )
 
 
+def require_weights(directory: Path, model: nn.Module) -> None:
+    """Raises BadWeights where the model has more weights than the files can hold, two to a byte.
+
+    transformers makes room for all that config.json asks for, whatever is stored.
+    """
+    asked = sum(parameter.numel() for parameter in model.parameters())
+    stored = sum(
+        last - first
+        for file in directory.glob("*.safetensors")
+        for first, last in (entry["data_offsets"] for entry in read_entries(file)[0].values())
+    )
+    if asked > 2 * stored:
+        raise BadWeights(
+            f"{directory}: config.json asks for {asked:,} weights, and the files hold {stored:,} "
+            "bytes: one of them is of another model, or damaged"
+        )
+
+
 def require_places(directory: Path, model: nn.Module, names: Iterable[str] | None) -> None:
     """Raises BadWeights for stored names, of any format, that the model neither takes nor ignores.
 
