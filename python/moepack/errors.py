@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from textwrap import shorten
+
+_LONGEST = 400
 
 
 class MoePackError(Exception):
@@ -36,7 +39,8 @@ def reported(place: object) -> Iterator[None]:
     except MoePackError:
         raise
     except Exception as error:  # they raise what they like
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        said, _, _ = str(error).partition("\nException raised from")  # frames of C++
+        text = shorten(said, _LONGEST, placeholder=" ...") or type(error).__name__
         if isinstance(error, LookupError | TypeError | AttributeError):
             text = f"{type(error).__name__}: {text}"
         raise MoePackError(f"{place}: cannot be loaded: {text}") from error

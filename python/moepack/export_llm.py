@@ -16,7 +16,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -50,6 +51,7 @@ def export_llm(arguments: Sequence[str]) -> None:
         stack.enter_context(_command_line([_PROGRAM, *rest]))
         run = _upstream(rest)
         stack.enter_context(quantized_experts(options, lambda r: print(r, file=sys.stderr)))
+        stack.enter_context(_configuration_errors())
         run()
 
 
@@ -63,22 +65,34 @@ def main() -> None:
 
 
 def _print_help() -> None:
-    from executorch.examples.models.llama.export_llama_lib import build_args_parser
-
     print(f"{__doc__}\nThe flags of export_llama:\n")
-    parser = build_args_parser()
-    parser.prog = _PROGRAM
-    parser.print_help()
+    _flag_parser().print_help()
 
 
 def _upstream(arguments: Sequence[str]) -> Any:
     """Upstream's main function for the style in which the arguments are written."""
-    configured = any(a in ("--config", "--hydra") or _OVERRIDE.match(a) for a in arguments)
-    if configured:
-        from executorch.extension.llm.export.export_llm import main as run
-    else:
-        from executorch.examples.models.llama.export_llama import main as run
-    return run
+    configured = [a for a in arguments if a in ("--config", "--hydra") or _OVERRIDE.match(a)]
+    if not configured:
+        from executorch.examples.models.llama.export_llama import main as run_flags
+
+        return run_flags
+    flags = _flag_parser()._option_string_actions
+    if mixed := [a for a in arguments if a.startswith("--") and a.partition("=")[0] in flags]:
+        raise UnsupportedError(
+            f"{mixed[0]} beside {configured[0]}: give everything as flags, or everything as a.b=c "
+            "and --config FILE"
+        )
+    from executorch.extension.llm.export.export_llm import main as run_configured
+
+    return run_configured
+
+
+def _flag_parser() -> ArgumentParser:
+    from executorch.examples.models.llama.export_llama_lib import build_args_parser
+
+    parser: ArgumentParser = build_args_parser()
+    parser.prog = _PROGRAM
+    return parser
 
 
 def _one_by_one(arguments: Sequence[str]) -> list[str]:
@@ -95,8 +109,8 @@ def _take_options(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     remaining = iter(arguments)
     for argument in remaining:
         name, _, value = argument.partition("=")
-        if argument.startswith(f"{_SECTION}."):
-            given[_known(name.removeprefix(f"{_SECTION}."), argument)] = value
+        if name.lstrip("+").startswith(f"{_SECTION}."):  # Hydra adds with +
+            given[_known(name.lstrip("+").removeprefix(f"{_SECTION}."), argument)] = value
         elif argument.startswith("--moe_"):
             text = next(remaining, None)
             if text is None:
@@ -115,14 +129,25 @@ def _take_section(arguments: list[str], stack: ExitStack) -> dict[str, str]:
     path = Path(arguments[place]) if place < len(arguments) else None
     if path is None or not path.is_file():
         raise MoePackError(f"--config {path or ''}: there is no such file")
-    config: Any = OmegaConf.load(path)
-    if _SECTION not in config:
-        return {}
-    section: Mapping[str, Any] = OmegaConf.to_container(config.pop(_SECTION)) or {}  # type: ignore[assignment]
+    if path.suffix != ".yaml":
+        raise MoePackError(f"--config {path}: Hydra reads files that are named *.yaml")
+    with _configuration_errors():
+        config: Any = OmegaConf.load(path)
+        if _SECTION not in config:
+            return {}
+        held = config[_SECTION]
+        section = OmegaConf.to_container(held, resolve=True) if OmegaConf.is_config(held) else held
+    if not isinstance(section, dict | None):
+        raise UnsupportedError(f"{path}: {_SECTION} is {section!r}; expected its keys with values")
+    config.pop(_SECTION)
     copy = Path(stack.enter_context(tempfile.TemporaryDirectory())) / path.name
     OmegaConf.save(config, copy)
     arguments[place] = str(copy)
-    return {_known(name, f"{path}: {name}"): str(value) for name, value in section.items()}
+    return {
+        _known(str(name), f"{path}: {name!r}"): str(value)
+        for name, value in (section or {}).items()
+        if value is not None
+    }
 
 
 def _known(name: str, where: str) -> str:
@@ -136,6 +161,20 @@ def _value(name: str, text: str) -> Any:
         return _TYPES[name](text)
     except ValueError:
         raise UnsupportedError(f"{name} is {text!r}; expected {_TYPES[name].__name__}") from None
+
+
+@contextmanager
+def _configuration_errors() -> Iterator[None]:
+    """What Hydra and YAML's reader say about the text of a configuration, in one line."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        text = f"{error} {error.__cause__ or ''}"
+        raise MoePackError(" ".join(text.split())) from error
 
 
 @contextmanager

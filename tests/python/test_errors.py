@@ -10,8 +10,9 @@ from moepack.errors import BadWeights, MoePackError, reported
 @pytest.mark.parametrize(
     ("raised", "text"),
     [
-        (ValueError("a line\nand more"), "model: cannot be loaded: a line"),
+        (ValueError("a line\nand more"), "model: cannot be loaded: a line and more"),
         (KeyError("blocks"), "model: cannot be loaded: KeyError: 'blocks'"),
+        (ValueError("word " * 1000), "model: cannot be loaded: " + "word " * 79 + "..."),
         (AssertionError(), "model: cannot be loaded: AssertionError"),
         (BadWeights("as it was"), "as it was"),
     ],

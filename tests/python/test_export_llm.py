@@ -112,6 +112,7 @@ def test_experts_are_packed_and_compute_the_same(tmp_path: Path) -> None:
         (ExpertOptions(), 64, "int4-g64"),
         (ExpertOptions(group_size=64), 32, "int4-g64"),
         (ExpertOptions("int8-g64"), 32, "int8-g64"),
+        (ExpertOptions("int8-g64", group_size=64), None, "int8-g64"),
     ],
 )
 def test_the_scheme(
@@ -134,6 +135,19 @@ def test_upstreams_layout(tmp_path: Path) -> None:
         expected, found = original(x), packed(x)[0]
     assert 20 * torch.log10(expected.norm() / (found - expected).norm()) > 30
     assert not hasattr(torch.ops.torchao, "_pack_8bit_act_4bit_weight")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (ExpertOptions("mxfp4", layout="torchao"), "'mxfp4' in torchao's layout; supported"),
+        (ExpertOptions("int4-g128", layout="torchao"), "layout 'torchao': .*not divisible"),
+        (ExpertOptions(group_size=0), "int4-g0"),
+    ],
+)
+def test_schemes_that_do_not_fit(tmp_path: Path, options: ExpertOptions, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        prepared(configuration(*made_checkpoint(tmp_path)), options)
 
 
 @pytest.mark.parametrize("layout", ["moepack", "torchao"])
@@ -221,6 +235,11 @@ def test_options_without_the_switch_are_an_error(tmp_path: Path) -> None:
         (["moepack.scheme=int4-g32", "--moe_group_size=64"], "contradict"),
         (["--config", "/no/such/file.yaml"], "/no/such/file.yaml: there is no such file"),
         (["--config"], "there is no such file"),
+        (["+moepack.schema=int4-g32"], "schema=int4-g32: unknown"),
+        (["moepack.layout=torchao", "moepack.sqnr_floor=3"], "upstream's transform measures no"),
+        (["--checkpoint", "x", "model.use_kv_cache=True"], "--checkpoint beside model.use_kv_cach"),
+        (["model.bogus=1"], "Could not override 'model.bogus'.* Key 'bogus'"),
+        (["model.use_kv_cache=maybe"], "Error merging override .*'maybe' is not a valid bool"),
     ],
 )
 def test_arguments_that_are_wrong(arguments: list[str], message: str) -> None:
@@ -228,6 +247,29 @@ def test_arguments_that_are_wrong(arguments: list[str], message: str) -> None:
     with pytest.raises(MoePackError, match=message.replace("(", r"\(")):
         export_llm.export_llm(arguments)
     assert sys.argv == before
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {use_kv_cache: [", "while parsing.*c.yaml.*line 1"),
+        ("model: 1\nmodel: 2", "while constructing a mapping.*c.yaml.*duplicate key model"),
+        ("moepack: int4-g32", "c.yaml: moepack is 'int4-g32'; expected its keys"),
+        ("moepack: [scheme]", "c.yaml: moepack is .'scheme'.; expected its keys"),
+        ("moepack: {schema: int4-g32}", "c.yaml: 'schema': unknown; supported: scheme"),
+        ("moepack: {scheme: 'int5-g${moepack.group_size}', group_size: 64}", "int5-g64"),
+        ("moepack: {scheme: null, group_size: many}", "group_size is 'many'; expected int"),
+    ],
+)
+def test_configuration_files_that_are_wrong(text: str, message: str, tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(text, encoding="utf-8")
+    with pytest.raises(MoePackError, match=message) as caught:
+        export_llm.export_llm(["--config", str(config)])
+    assert "\n" not in str(caught.value)
+    other = config.rename(tmp_path / "c.txt")
+    with pytest.raises(MoePackError, match=r"c\.txt: Hydra reads files that are named"):
+        export_llm.export_llm(["--config", str(other)])
 
 
 def run(*command: object, **environment: str) -> str:

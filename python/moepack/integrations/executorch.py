@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from moepack.errors import BadWeights, MoePackError, NoMoEBlock, UnsupportedError
+from moepack.errors import BadWeights, MoePackError, NoMoEBlock, UnsupportedError, reported
 from moepack.families import executorch as family
+from moepack.integrations.export_files import require_files, save_program, stored_weights
 from moepack.modules import QuantizedMoEFFN
 from moepack.schemes import Scheme, scheme
 from moepack.torchao_layout import install_packing_ops
 from moepack.transform import quantize_
 from moepack.transform_report import Report
+from moepack.universal_blob import require_integers
 
 LAYOUTS = ("moepack", "torchao")
 _NAMED_LIKE_EXPERTS = re.compile(r"expert|moe|cond_ffn", re.IGNORECASE)
@@ -46,6 +46,11 @@ class ExpertOptions:
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise UnsupportedError(f"layout {self.layout!r}; supported: {', '.join(LAYOUTS)}")
+        if self.layout == "torchao" and self.sqnr_floor is not None:
+            raise UnsupportedError(
+                "sqnr_floor with the layout 'torchao': upstream's transform measures no noise; "
+                "export in the layout 'moepack', then `moepack convert --layout torchao --upstream`"
+            )
         if self.scheme is not None and self.group_size not in (None, scheme(self.scheme).group):
             raise UnsupportedError(
                 f"the scheme {self.scheme} and groups of {self.group_size} contradict each other; "
@@ -56,7 +61,8 @@ class ExpertOptions:
         """The scheme, given the group and the bits of the export's own configuration."""
         if self.scheme is not None:
             return scheme(self.scheme)
-        return scheme(f"int{bits}-g{self.group_size or group_size}")
+        group = group_size if self.group_size is None else self.group_size
+        return scheme(f"int{bits}-g{group}")
 
 
 @contextmanager
@@ -93,23 +99,25 @@ def quantized_experts(
         return report.model
 
     def load_model(config: Any) -> Any:
-        if config.model.use_moe_quantized_op:
-            loaded = upstream_load(config)
-            if config.base.checkpoint is None:
-                _randomize(loaded.model)
-            else:
-                _check_checkpoint(loaded.model, config.base.checkpoint)
-            return loaded
-        if options != ExpertOptions():
+        packs, checkpoint = config.model.use_moe_quantized_op, config.base.checkpoint
+        if options != ExpertOptions() and not packs:
             raise UnsupportedError(
                 "moepack's options for experts are given, but use_moe_quantized_op is not set; add "
                 "model.use_moe_quantized_op=True or --use_moe_quantized_op"
             )
-        return upstream_load(config)
+        require_files(config)
+        with reported(f"{checkpoint or 'the model'} as {config.base.params or 'it is built in'}"):
+            loaded = upstream_load(config)
+        if packs and checkpoint is None:
+            _randomize(loaded.model)
+        elif packs:
+            _check_checkpoint(loaded.model, checkpoint)
+        return loaded
 
     with ExitStack() as undo:
         _put(undo, moe, "replace_moe_with_quantized_op", replace_moe_with_quantized_op)
         _put(undo, export_llama_lib, "_load_llama_model", load_model)
+        _put(undo, builder, "save_pte_program", save_program)
         config = partial(
             builder.ExecutorchBackendConfig, constant_tensor_alignment=CONSTANT_ALIGNMENT
         )
@@ -147,7 +155,7 @@ def _check_checkpoint(model: nn.Module, checkpoint: str) -> None:
         )
     unused = [
         name
-        for name in _names(Path(checkpoint))
+        for name in stored_weights(checkpoint)
         if name not in weights and (name.startswith(prefixes) or _NAMED_LIKE_EXPERTS.search(name))
     ]
     if unused:
@@ -155,11 +163,6 @@ def _check_checkpoint(model: nn.Module, checkpoint: str) -> None:
             f"{checkpoint}: {_listed(unused)} would not be used: the model has no such weights. "
             "Compare the checkpoint's names and the params file"
         )
-
-
-def _names(checkpoint: Path) -> list[str]:
-    held = torch.load(checkpoint, map_location="cpu", mmap=True)
-    return list(held.get("model", held))
 
 
 def _listed(names: list[str]) -> str:
@@ -174,6 +177,7 @@ def _pack_as_upstream(
     blocks = _blocks(model)
     if not blocks:
         raise NoMoEBlock("the model has no MoE block; set `moe` in its params file")
+    require_integers(found)
     for path, block in blocks.items():
         for name, weight in block.named_parameters():
             if not bool(weight.isfinite().all()):
@@ -183,8 +187,11 @@ def _pack_as_upstream(
                 f"{path}: expert biases with score_func {block.score_func!r} end the process that "
                 "runs upstream's operator; supported by it: sigmoid. Use the layout 'moepack'"
             )
-    with install_packing_ops():
-        result = transform(model, group_size=found.group, weight_nbit=found.bits)
+    try:
+        with install_packing_ops():
+            result = transform(model, group_size=found.group, weight_nbit=found.bits)
+    except (ValueError, NotImplementedError) as error:  # its words for a group or a routing
+        raise UnsupportedError(f"the layout 'torchao': {error}") from error
     if left := _blocks(result):
         raise MoePackError(f"{', '.join(left)}: not replaced by upstream's transform")
     return result

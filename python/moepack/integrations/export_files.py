@@ -1,0 +1,96 @@
+"""The files of ExecuTorch's LLM export: checked before it begins, written whole or not at all.
+
+Upstream does without what it cannot read, and logs what it cannot write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moepack.errors import BadWeights, MoePackError, reported
+from moepack.json_text import read_object
+
+
+def require_files(config: Any) -> None:
+    """Checks the output, the metadata, the params file and the checkpoint of a configuration.
+
+    Raises MoePackError naming the file or the option, BadWeights for a checkpoint without weights.
+    """
+    _require_output(config.export)
+    if config.base.metadata:
+        _require_metadata(config.base.metadata)
+    if config.base.params:
+        read_object(Path(config.base.params))
+    if config.base.checkpoint is not None and not stored_weights(config.base.checkpoint):
+        raise BadWeights(f"{config.base.checkpoint}: holds no weights")
+
+
+def stored_weights(checkpoint: str | Path) -> dict[str, Tensor]:
+    """What a checkpoint of torch.save holds, mapped, by name; upstream allows a "model" around it.
+
+    Raises MoePackError if it cannot be read.
+    """
+    if not zipfile.is_zipfile(checkpoint):
+        raise MoePackError(
+            f"{checkpoint}: missing, cut short, or no checkpoint of torch.save (a .pth file)"
+        )
+    with reported(checkpoint):
+        held = torch.load(checkpoint, map_location="cpu", mmap=True)
+        return dict(held.get("model", held))
+
+
+def save_program(program: Any, name: str, output_dir: str = "") -> str:
+    """Upstream's `save_pte_program`: writes the .pte and the .ptd files, returns the path.
+
+    They appear complete, the program last. Raises MoePackError if they cannot be written.
+    """
+    path = Path(name) if name.endswith(".pte") else Path(output_dir, f"{name}.pte")
+    target, data = path.resolve(), Path(output_dir).resolve()
+    hidden = f".{target.name}."
+    try:
+        with (
+            TemporaryDirectory(prefix=hidden, dir=target.parent) as draft,
+            TemporaryDirectory(prefix=hidden, dir=data) as data_drafts,
+        ):
+            written = Path(draft, target.name)
+            with written.open("wb") as file:
+                program.write_to_file(file)
+            program.write_tensor_data_to_file(outdir=data_drafts)
+            for finished in Path(data_drafts).iterdir():
+                finished.replace(data / finished.name)
+            written.replace(target)
+    except OSError as error:
+        raise _unwritable(path, error.strerror) from error
+    return str(path)
+
+
+def _require_output(export: Any) -> None:
+    name = export.output_name or ""
+    output = Path(name) if name.endswith(".pte") else Path(export.output_dir, f"{name}.pte")
+    if not output.parent.is_dir():
+        raise _unwritable(output, f"{output.parent} is no directory")
+    if name and output.exists() and not output.is_file():
+        raise _unwritable(output, "something else than a file has this name")
+    if not os.access(output.parent, os.W_OK):
+        raise _unwritable(output, "Permission denied")
+
+
+def _require_metadata(text: str) -> None:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise MoePackError(f"metadata {text!r} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise MoePackError(f"metadata {text!r}; expected a JSON object")
+
+
+def _unwritable(path: Path, why: str | None) -> MoePackError:
+    return MoePackError(f"{path}: cannot be written: {why}")
