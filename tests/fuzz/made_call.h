@@ -168,12 +168,17 @@ class MadeStack {
     return {reinterpret_cast<const char*>(memories_.back().data()), length};
   }
 
+  // Another size of at least 0: without tokens, one may be the largest number already.
+  static std::int64_t moved(std::int64_t size, std::int64_t by) {
+    return __builtin_add_overflow(size, by, &size) ? INT64_MAX : std::max<std::int64_t>(0, size);
+  }
+
   TensorArgument make(const char* name, Description description) {
     if (departs()) {
       if (choices_.one_in(3)) description.element = static_cast<Element>(choices_.below(30) - 2);
       if (choices_.one_in(3)) description.sizes.resize(static_cast<std::size_t>(choices_.below(6)), 1);
       for (auto& size : description.sizes)
-        if (choices_.one_in(2)) size = std::max<std::int64_t>(0, size + choices_.integer() % INT32_MAX);
+        if (choices_.one_in(2)) size = moved(size, choices_.integer() % INT32_MAX);
     }
     TensorArgument argument{name, true};
     argument.element = static_cast<int>(description.element);
