@@ -14,9 +14,11 @@
 
 #include "target.h"
 
-// Findings of the sanitizers abort, as broken promises do: say_input() sees all.
-extern "C" const char* __asan_default_options() { return "abort_on_error=1"; }
-extern "C" const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
+// Findings of the sanitizers abort, as broken promises do: say_input() sees all. Their libraries look these up.
+extern "C" {
+[[gnu::visibility("default")]] const char* __asan_default_options() { return "abort_on_error=1"; }
+[[gnu::visibility("default")]] const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
+}
 
 namespace {
 
