@@ -30,6 +30,18 @@ _OWN_FILES = (
 
 
 @contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """What the system refuses becomes a MoePackError that names what was to be written."""
+    try:
+        yield
+    except MoePackError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise MoePackError(f"{target}: cannot be written: {reason}") from error
+
+
+@contextmanager
 def staged(target: Path, replace: bool, sources: Sequence[Path] = ()) -> Iterator[Path]:
     """Gives an empty folder beside `target`; at the end it is renamed to `target`.
 
@@ -39,10 +51,13 @@ def staged(target: Path, replace: bool, sources: Sequence[Path] = ()) -> Iterato
     require_output(target, replace, sources)
     made = _make_parents(target)
     try:
-        stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
-    except OSError as error:
+        with writing(target):
+            stage = Path(
+                tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+            )
+    except MoePackError:
         _remove_empty(made)
-        raise MoePackError(f"{target}: cannot be written: {error.strerror}") from error
+        raise
     try:
         yield stage
         require_output(target, replace, sources)
@@ -62,24 +77,19 @@ def require_output(target: Path, replace: bool, sources: Sequence[Path] = ()) ->
     It may exist if `replace` is set and it is empty or holds moepack's own output alone. It may
     not be one of the `sources`, nor contain one, nor lie inside one.
     """
-    try:
+    with writing(target):
         _require_place(target)
         for source in sources:
             _require_apart(target, source)
         if target.exists():
             _require_replaceable(target, replace)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise MoePackError(f"{target}: cannot be written: {reason}") from error
 
 
 def require_file(path: Path) -> None:
     """Raises MoePackError where a file cannot be written, before the work whose result it takes."""
-    try:
+    with writing(path):
         is_blocked = path.is_dir() or not path.absolute().parent.is_dir()
         place = path if path.exists() else path.absolute().parent
-    except (OSError, ValueError) as error:
-        raise MoePackError(f"{path}: cannot be written: {error}") from error
     if is_blocked or not os.access(place, os.W_OK):
         raise MoePackError(f"{path}: cannot be written; name a file in a directory that exists")
 
@@ -125,7 +135,8 @@ def _require_place(target: Path) -> None:
 
 
 def _require_apart(target: Path, source: Path) -> None:
-    out, given = target.resolve(), source.resolve()
+    # A link that leads to itself is the reader's to refuse; Path.resolve would raise for it.
+    out, given = (Path(os.path.realpath(path)) for path in (target, source))
     if out == given or given in out.parents or out in given.parents:
         how = "is" if out == given else "lies inside" if given in out.parents else "contains"
         raise MoePackError(
@@ -171,10 +182,11 @@ def _make_parents(target: Path) -> list[Path]:
     """Makes the directories above `target`; returns those that were not there, inner ones first."""
     new = [path for path in target.absolute().parents if not path.exists()]
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        with writing(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+    except MoePackError:
         _remove_empty(new)
-        raise MoePackError(f"{target}: cannot be written: {error.strerror}") from error
+        raise
     return new
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +125,74 @@ def test_only_files_of_executorch_are_replaced(suffix: str, tmp_path: Path) -> N
         moepack.convert(tmp_path / "a.pte", tmp_path / "b.pte", layout="torchao", force=True)
     assert precious.read_bytes() == b"somebody's"
     assert sorted(path.name for path in tmp_path.glob("b*")) == [precious.name]
+
+
+@functools.cache
+def layer(apart: bool) -> Path:
+    """A folder with a.pte and, if its weights lie `apart`, a.ptd."""
+    folder = made_programs.scratch() / f"layer-{apart}"
+    folder.mkdir()
+    Layer().write(folder / "a.pte", folder / "a.ptd" if apart else None)
+    return folder
+
+
+def listing(folder: Path) -> dict[str, bytes | str]:
+    """What lies there, links by where they lead."""
+    return {
+        path.name: str(path.readlink()) if path.is_symlink() else path.read_bytes()
+        for path in folder.iterdir()
+    }
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("suffix", [".ptd", ".PTD"])
+def test_a_program_is_never_written_where_its_weights_go(
+    suffix: str, apart: bool, tmp_path: Path
+) -> None:
+    folder = made_programs.copied(layer(apart), tmp_path / "folder")
+    before = listing(folder)
+    with pytest.raises(MoePackError, match=rf"b\{suffix}: .* name the program, as a \.pte"):
+        moepack.convert(folder / "a.pte", folder / f"b{suffix}", layout="torchao")
+    assert listing(folder) == before
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("suffix", [".pte", ".ptd"])
+@pytest.mark.parametrize("leads_to", ["absent", "itself", "a file of ExecuTorch's"])
+def test_links_are_never_replaced(leads_to: str, suffix: str, force: bool, tmp_path: Path) -> None:
+    folder = made_programs.copied(layer(True), tmp_path / "folder")
+    shutil.copyfile(folder / f"a{suffix}", folder / "old")
+    link = folder / f"b{suffix}"
+    link.symlink_to({"absent": "absent", "itself": link.name}.get(leads_to, "old"))
+    before = listing(folder)
+    with pytest.raises(MoePackError, match=rf"b\{suffix} is a symbolic link"):
+        moepack.convert(folder / "a.pte", folder / "b.pte", layout="torchao", force=force)
+    assert listing(folder) == before
+
+
+def test_a_pipe_in_the_way_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "b.pte")
+    with pytest.raises(MoePackError, match="is no file of ExecuTorch's"):
+        moepack.convert(layer(False) / "a.pte", tmp_path / "b.pte", layout="torchao", force=True)
+
+
+@pytest.mark.parametrize(
+    ("out", "reason"),
+    [
+        ("b" * 300 + ".pte", "File name too long"),
+        ("b" * 250 + ".pte", "File name too long"),  # with what its draft adds
+        ("file/b.pte", "File exists"),
+        ("b\0.pte", "null"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_named(out: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    target = tmp_path / out
+    with pytest.raises(MoePackError) as caught:
+        moepack.convert(layer(False) / "a.pte", target, layout="torchao")
+    assert str(caught.value).startswith(f"{target}: cannot be written: ")
+    assert reason in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 # Memory of its own that a process may have more of once it has converted a small program.

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from made_programs import checkpoint
 from moepack.errors import MoePackError
 from moepack.manifest import PACKED_FILE
-from moepack.staging import staged
+from moepack.online import quantize_checkpoint
+from moepack.staging import require_output, staged
 
 
 def test_new_directory_appears_at_the_end(tmp_path: Path) -> None:
@@ -167,6 +169,19 @@ def test_impossible_outputs_are_refused_first(
     with pytest.raises(MoePackError, match=expected), staged(tmp_path / out, replace):
         pytest.fail("the work must not begin")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_source_that_leads_to_itself_is_left_to_its_reader(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    require_output(tmp_path / "out", replace=False, sources=[loop])
+    with pytest.raises(MoePackError, match=r"loop: no config\.json"):
+        quantize_checkpoint(loop, tmp_path / "out")
+
+
+def test_where_no_directory_can_be_made_is_named() -> None:
+    with pytest.raises(MoePackError, match=r"^/proc/x: "):
+        quantize_checkpoint(checkpoint("mixtral"), "/proc/x")
 
 
 def test_unwritable_parent_is_refused_first(

@@ -22,7 +22,7 @@ from moepack.manifest import (
     file_entries,
 )
 from moepack.program_file import open_program
-from moepack.staging import staged
+from moepack.staging import staged, writing
 from moepack.weights_file import weights_of
 
 if TYPE_CHECKING:
@@ -36,14 +36,17 @@ def convert_file(
 
     Each appears complete or not at all, the program last.
     """
+    apart = target.with_suffix(".ptd")
+    if target.suffix.lower() == apart.suffix:
+        raise MoePackError(f"{target}: its weights would go there; name the program, as a .pte")
     _require_new(target, source, force)
     program, weights = _converted(source, to, changes)
     files = {target: program}
     if weights is not None:
-        files = {target.with_suffix(".ptd"): weights, **files}
-        _require_new(target.with_suffix(".ptd"), source, force)
+        files = {apart: weights, **files}
+        _require_new(apart, source, force)
     mode = source.stat().st_mode & 0o777
-    try:
+    with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
             drafts = {path: Path(folder) / path.name for path in files}
@@ -52,8 +55,6 @@ def convert_file(
                 drafts[path].chmod(mode)
             for path, draft in drafts.items():
                 draft.rename(path)
-    except OSError as error:
-        raise MoePackError(f"{target}: cannot be written: {error.strerror}") from error
     return target
 
 
@@ -106,14 +107,20 @@ def _describe(manifest: Manifest, stage: Path, to: Target) -> None:
 
 
 def _require_new(path: Path, source: Path, force: bool) -> None:
-    if not path.exists():
-        return
+    with writing(path):
+        if path.is_symlink():
+            raise MoePackError(f"{path} is a symbolic link; name the file itself as output")
+        if path.exists():
+            _require_replaceable(path, source, force)
+
+
+def _require_replaceable(path: Path, source: Path, force: bool) -> None:
     sources = {source.resolve(), source.with_suffix(".ptd").resolve()}
     if path.is_dir() or path.resolve() in sources:
         raise MoePackError(f"{path}: name a new file as output")
     if not force:
         raise MoePackError(f"{path} exists; choose another output or pass --force to replace it")
-    if not _is_of_executorch(path):
+    if not path.is_file() or not _is_of_executorch(path):
         raise MoePackError(f"{path} exists and is not replaced: it is no file of ExecuTorch's")
 
 

@@ -35,7 +35,7 @@ from moepack.online.sources import SafetensorsDirectory
 from moepack.online.stacks import FileStack
 from moepack.online.stored import Decoder, StoredTensor
 from moepack.safetensors_file import read_entries
-from moepack.staging import put_in_place, require_output
+from moepack.staging import put_in_place, require_output, writing
 from moepack.tokenizer import FILES as TOKENIZER_FILES
 
 INDEX = "model.safetensors.index.json"
@@ -159,8 +159,9 @@ class _Work:
             if read_object(file) == state:
                 return
         shutil.rmtree(self.stage, ignore_errors=True)
-        self.stage.mkdir(parents=True)
-        _write_json(file, state)
+        with writing(self.target):
+            self.stage.mkdir(parents=True)
+            _write_json(file, state)
 
     def _require_room(self) -> None:
         packed = sum(
