@@ -1,6 +1,9 @@
 #pragma once
 
+#include <algorithm>
+#include <cctype>
 #include <stdexcept>
+#include <string>
 
 namespace runner {
 
@@ -8,5 +11,12 @@ namespace runner {
 struct Failure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+// '?' for line ends and the like, which paths and arguments may hold.
+inline std::string one_line(std::string text) {
+  const auto is_control = [](unsigned char byte) { return std::iscntrl(byte) != 0; };
+  std::replace_if(text.begin(), text.end(), is_control, '?');
+  return text;
+}
 
 }  // namespace runner

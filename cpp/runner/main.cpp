@@ -10,6 +10,7 @@
 #include "failure.h"
 #include "huge_pages.h"
 #include "language_model.h"
+#include "number.h"
 #include "options.h"
 #include "runtime_log.h"
 #include "threads.h"
@@ -24,8 +25,13 @@ using Clock = std::chrono::steady_clock;
 
 std::vector<std::int64_t> read_ids(std::istream& input) {
   std::vector<std::int64_t> ids;
-  for (std::int64_t id = 0; input >> id;) ids.push_back(id);
-  if (!input.eof()) throw Failure("stdin: expected token ids, numbers between spaces");
+  for (std::string word; input >> word;) {
+    const auto id = number(word);
+    if (!id)
+      throw Failure("stdin: expected token ids, numbers between spaces; word " + std::to_string(ids.size() + 1) +
+                    " is none");
+    ids.push_back(*id);
+  }
   if (ids.empty()) throw Failure("stdin: no token ids; the prompt is read from there");
   return ids;
 }
@@ -107,7 +113,7 @@ int run(const std::vector<std::string>& arguments) {
     generate(model, prompt, options, Output(tokenizer.get(), prompt.empty() ? 0 : prompt.back()));
     return 0;
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "moepack_runner: %s\n", error.what());
+    std::fprintf(stderr, "moepack_runner: %s\n", one_line(error.what()).c_str());
     return 1;
   }
 }

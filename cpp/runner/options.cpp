@@ -1,10 +1,10 @@
 #include "options.h"
 
-#include <charconv>
 #include <limits>
 #include <string_view>
 
 #include "failure.h"
+#include "number.h"
 
 namespace runner {
 
@@ -58,11 +58,9 @@ const Row* find(const Row (&rows)[count], const std::string& name) {
   return nullptr;
 }
 
-std::int64_t number(const Number& option, const std::string& text) {
-  std::int64_t value = 0;
-  const char* const end = text.data() + text.size();
-  const auto read = std::from_chars(text.data(), end, value);
-  if (read.ec == std::errc() && read.ptr == end && value >= 1 && value <= option.most) return value;
+std::int64_t value_of(const Number& option, const std::string& text) {
+  const auto value = number(text);
+  if (value && *value >= 1 && *value <= option.most) return *value;
   const bool bounded = option.most == kMostThreads;
   throw Failure(std::string(option.name) + " is '" + text + "'; expected a number " +
                 (bounded ? "from 1 to " + std::to_string(option.most) : std::string("of at least 1")));
@@ -96,7 +94,7 @@ Options parse(const std::vector<std::string>& arguments) {
     }
     if (++i == arguments.size()) throw Failure(name + " needs a value");
     if (text != nullptr) found.*text->value = arguments[i];
-    if (option != nullptr) found.*option->value = number(*option, arguments[i]);
+    if (option != nullptr) found.*option->value = value_of(*option, arguments[i]);
   }
   check(found);
   return found;

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "failure.h"
+
 namespace runner {
 namespace {
 
@@ -20,7 +22,7 @@ std::vector<std::string> others;
 
 void keep(et_timestamp_t, et_pal_log_level_t level, const char*, const char*, size_t, const char* text, size_t length) {
   if (level == kFatal) {  // the runtime ends the process next
-    std::fprintf(stderr, "moepack_runner: %.*s\n", static_cast<int>(length), text);
+    std::fprintf(stderr, "moepack_runner: %s\n", one_line({text, length}).c_str());
     return;
   }
   if (level != kError) return;

@@ -77,6 +77,7 @@ def test_the_same_tokens_as_in_python(runner: Path, program: Path) -> None:
         assert f"prompt: {len(PROMPT)} tokens" in done.stderr
     everything = list(Generation(loaded, PROMPT))
     assert written(call(runner, program)) == everything
+    assert written(call(runner, program, ids=["", *PROMPT, "\n"])) == everything
     options = ("--threads", "3", "--huge-pages", "--verify")
     assert written(call(runner, program, *options)) == everything
 
@@ -243,12 +244,16 @@ def test_errors_are_one_line(runner: Path, program: Path, tmp_path: Path) -> Non
         ([program, "--tokenizer", "x"], PROMPT, "--tokenizer needs --prompt"),
         ([program, "--max-new-tokens", "0"], PROMPT, "at least 1"),
         ([program, "--max-new-tokens"], PROMPT, "needs a value"),
-        ([program], ["x"], "expected token ids"),
+        ([program], ["x"], "expected token ids, numbers between spaces; word 1 is none"),
+        *(([program], [1, 2, last], "; word 3 is none") for last in ("-", "+", "3x", "3-4", 2**63)),
+        ([program], [2**63], "; word 1 is none"),
         ([program], [], "no token ids"),
         ([program], [2048], "the vocabulary is 0 to 2047"),
         ([program], [-1], "the vocabulary is 0 to 2047"),
         ([program], [1] * 65, "the context ends at 64"),
         (["/no/such.pte"], PROMPT, "/no/such.pte: cannot be opened"),
+        (["/no/\nsuch\r.pte"], PROMPT, "/no/?such?.pte: cannot be opened"),
+        (["--thread\ns"], PROMPT, "unknown argument '--thread?s'"),
         ([program, "--weights", "/no/such.ptd"], PROMPT, "/no/such.ptd: cannot be opened"),
         ([cut], PROMPT, "cut.pte: is no program"),
         ([text], PROMPT, "text.pte: is no program"),
