@@ -90,7 +90,7 @@ def perplexity(
 def open_model(path: Path, threads: int | None = None) -> nn.Module | Program:
     """An exported program (.pte or its directory), or the model of a checkpoint directory."""
     require_threads(threads)
-    if path.is_dir() and not (path / PROGRAM).is_file():
+    if path.is_dir() and not (path / PROGRAM).exists():
         if threads is not None:
             torch.set_num_threads(threads)
         model: nn.Module = load_model(path)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moepack.errors import MoePackError
+from moepack.regular_file import require_regular
 
 
 def finite(value: Any) -> Any:
@@ -26,6 +27,7 @@ def json_text(value: Any) -> str:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object of a file. Raises MoePackError when it is missing or holds something else."""
     try:
+        require_regular(path)
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise MoePackError(f"{path}: cannot be read as JSON: {error}") from error

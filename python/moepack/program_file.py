@@ -15,6 +15,7 @@ from pathlib import Path
 
 from moepack.errors import MoePackError
 from moepack.flatbuffer import Table, read, unpack
+from moepack.regular_file import require_regular
 
 IDENTIFIER = b"ET12"
 _HEADER_MAGIC = b"eh00"
@@ -98,8 +99,9 @@ class ProgramFile:
 
 
 def map_file(path: Path) -> memoryview:
-    """The bytes of a file. Raises MoePackError when it is missing, empty or a directory."""
+    """The bytes of a file. Raises MoePackError when it is missing, empty or no regular file."""
     try:
+        require_regular(path)
         with path.open("rb") as file:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except (OSError, ValueError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from moepack.errors import MoePackError
+from moepack.regular_file import require_regular
 
 
 def open_tensors(file: Path) -> Any:
@@ -18,6 +19,7 @@ def open_tensors(file: Path) -> Any:
     Raises MoePackError when the file is missing, cut short or none.
     """
     try:
+        require_regular(file)
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise MoePackError(f"{file}: missing or damaged safetensors file: {error}") from error
