@@ -194,7 +194,7 @@ inline Status mismatch(const TensorArgument& argument, std::initializer_list<Ele
 
 inline Status expect(const TensorArgument& argument, std::initializer_list<Element> elements,
                      std::initializer_list<Dimension> dimensions) {
-  if (!argument.given) return {};
+  if (!argument.given) return Status::error("%s: is None, expected a tensor", argument.name);
   bool fits = argument.rank == static_cast<int>(dimensions.size());
   const std::int64_t* size = argument.sizes;
   for (const Dimension& dimension : dimensions) {
@@ -221,14 +221,18 @@ inline Status check_tensors(Call& call) {
                                std::initializer_list<Dimension> dimensions) {
     if (status.ok()) status = expect(argument, {element}, dimensions);
   };
+  const auto check_optional = [&check](const TensorArgument& argument, Element element,
+                                       std::initializer_list<Dimension> dimensions) {
+    if (argument.given) check(argument, element, dimensions);
+  };
   Dimension E{"E"}, K{"K"};
   if (call.routed) {
-    check(call.router_x, static_cast<Element>(call.x.element), {T, D});
+    check_optional(call.router_x, static_cast<Element>(call.x.element), {T, D});
     check(call.gate_weight, f32, {E, D});
     E.size = call.gate_weight.sizes[0];
     K.size = call.num_activated_experts;
-    check(call.gate_bias, f32, {E});
-    check(call.expert_bias, f32, {E});
+    check_optional(call.gate_bias, f32, {E});
+    check_optional(call.expert_bias, f32, {E});
   } else {
     check(call.topk_ids, Element::int64, {T, K});
     K.size = call.topk_ids.sizes[1];
@@ -237,8 +241,8 @@ inline Status check_tensors(Call& call) {
   check(call.packed_w13, Element::uint8, {E, {"bytes"}});
   E.size = call.packed_w13.sizes[0];
   check(call.packed_w2, Element::uint8, {E, {"bytes"}});
-  check(call.bias13, f32, {E, {"rows of w13"}});
-  check(call.bias2, f32, {E, D});
+  check_optional(call.bias13, f32, {E, {"rows of w13"}});
+  check_optional(call.bias2, f32, {E, D});
   call.shape = {T.size, D.size, call.hidden_dim, E.size, K.size};
   return status;
 }

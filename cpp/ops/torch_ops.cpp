@@ -65,7 +65,8 @@ class TorchStack {
   const Tensor& x() const { return tensors_.front(); }
 
   static TensorArgument describe(const char* name, const Tensor& tensor) {
-    TensorArgument argument{name, true};
+    TensorArgument argument{name, tensor.defined()};  // None comes as a tensor that is not
+    if (!argument.given) return argument;
     argument.element = static_cast<int>(tensor.scalar_type());
     const auto sizes = tensor.sizes();
     argument.rank = static_cast<int>(sizes.size());
@@ -75,7 +76,9 @@ class TorchStack {
 
  private:
   TensorArgument keep(const char* name, Tensor tensor) {
-    return describe(name, tensors_.emplace_back(std::move(tensor)));
+    const TensorArgument argument = describe(name, tensor);
+    if (argument.given) tensors_.push_back(std::move(tensor));
+    return argument;
   }
 
   static constexpr std::size_t kMaxTensors = 9, kMaxTexts = 6;  // of the schemas below

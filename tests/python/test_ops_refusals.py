@@ -130,6 +130,27 @@ def test_routing_tensors_are_refused_alike(small: Layer, ids: Tensor, weights: T
     assert refusal(lambda: op(*meta)) == message
 
 
+@pytest.mark.parametrize("name", ["quantized_moe_ffn", "quantized_experts"])
+def test_no_tensor_where_one_is_needed_is_refused_alike(small: Layer, name: str) -> None:
+    op, x = getattr(torch.ops.moepack, name), small.x(2)
+    ids, weights = torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2)
+    arguments = (
+        ffn_arguments(small, x)
+        if name == "quantized_moe_ffn"
+        else experts_arguments(small, x, ids, weights)
+    )
+    needed = [i for i, a in enumerate(op.default._schema.arguments) if str(a.type) == "Tensor"]
+    assert len(needed) >= 4
+    for i in needed:
+        expected = f"moepack::{name}: {op.default._schema.arguments[i].name}: is None"
+        without = [*arguments[:i], None, *arguments[i + 1 :]]
+        assert refusal(partial(op, *without)).startswith(expected)
+        assert refusal(partial(op.out, *without, out=torch.empty_like(x))).startswith(expected)
+        meta = [a.to("meta") if isinstance(a, Tensor) else a for a in without]
+        assert refusal(partial(op, *meta)).startswith(expected)
+    assert "out: is None" in refusal(lambda: op.out(*arguments, out=None))
+
+
 @pytest.mark.parametrize("out", [torch.empty(3, 96), torch.empty(2, 96, dtype=torch.float16)])
 def test_outputs_that_do_not_fit_are_refused_alike(small: Layer, out: Tensor) -> None:
     arguments = ffn_arguments(small, small.x(2))
