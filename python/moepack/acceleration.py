@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ ARGUMENTS = (
     *("num_experts", "hidden_dim", "dim", "group_size", "weight_nbit", "score_func"),
     "route_scale",
 )
+_TENSORS = 5  # of these, the first
 _SMALLEST_NORMAL = 2.0**-126  # below it upstream does not let the sum of the weights fall
 
 _lock = threading.Lock()
@@ -113,8 +116,20 @@ def _switch(*, on: bool) -> None:
         _eager = None
     if on:
         _eager = torch.library.Library("llama", "IMPL")
-        _eager.impl("quantized_moe_ffn", _kernel, "CPU", allow_override=True)
-        _eager.impl("quantized_moe_ffn.out", _out_kernel, "CPU", allow_override=True)
+        with warnings.catch_warnings():  # torch warns of what is overridden, here on request
+            warnings.simplefilter("ignore")
+            _override(_eager)
+
+
+def _override(library: torch.library.Library) -> None:
+    """Both of upstream's kernels: the one for every device, and the Meta kernel, which a single
+    tensor without values calls. Tracing is still checked by upstream."""
+    from executorch.extension.llm.custom_ops.custom_ops import quantized_moe_ffn_meta
+
+    kernels = {"CompositeExplicitAutograd": _kernel, "Meta": quantized_moe_ffn_meta}
+    for key, kernel in kernels.items():
+        library.impl("quantized_moe_ffn", _functional(kernel), key, allow_override=True)
+        library.impl("quantized_moe_ffn.out", _with_out(kernel), key, allow_override=True)
 
 
 def _kernel(
@@ -160,10 +175,29 @@ def _kernel(
     )
 
 
-def _out_kernel(*arguments: Any, out: Tensor) -> Tensor:
-    result = _kernel(*arguments)
-    _require("out", out, list(result.shape))
-    return out.copy_(result)
+def _functional(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def functional(*arguments: Any) -> Tensor:
+        _require_tensors(*arguments[:_TENSORS])
+        return kernel(*arguments)
+
+    return functional
+
+
+def _with_out(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def with_out(*arguments: Any, out: Tensor) -> Tensor:
+        _require_tensors(*arguments[:_TENSORS], out)
+        result = kernel(*arguments)
+        _require("out", out, list(result.shape))
+        return out.copy_(result)
+
+    return with_out
+
+
+def _require_tensors(*tensors: Any) -> None:
+    for name, tensor in zip((*ARGUMENTS[:_TENSORS], "out"), tensors, strict=False):
+        if tensor is None:
+            raise UnsupportedError(f"{OPERATOR}: {name} is None; expected a tensor")
+        ops.require_same_device(OPERATOR, name, tensor, tensors[0])
 
 
 def _require(name: str, tensor: Tensor, shape: list[int]) -> None:

@@ -225,7 +225,7 @@ def _meta_kernel(op: Any, check: Callable[..., None]) -> Callable[..., Tensor]:
             check(*described, _described(out, dynamic=True))
         for name, value in zip((*names, "out"), (*arguments, out), strict=True):
             if isinstance(value, Tensor):
-                _require_same_device(op, name, value, x)
+                require_same_device(op.name(), name, value, x)
                 if name in per_token or name == "out":
                     _require_same_tokens(op, name, value, x)
         if out is not None:
@@ -244,12 +244,13 @@ def _described(tensor: Tensor, dynamic: bool) -> tuple[str, list[int]]:
     return str(tensor.dtype).removeprefix("torch."), sizes
 
 
-def _require_same_device(op: Any, name: str, tensor: Tensor, x: Tensor) -> None:
+def require_same_device(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
+    """For Meta kernels. Raises RuntimeError, naming both devices."""
     # One meta tensor among real ones brings a call here, where nothing would be computed. Fake
     # tensors name the device that they stand for.
     if tensor.device != x.device:
         raise RuntimeError(
-            f"{op.name()}: {name}: is on {tensor.device}, x is on {x.device}; all tensors have to "
+            f"{op}: {name}: is on {tensor.device}, x is on {x.device}; all tensors have to "
             "be on one device (meta: without values, the weights were not loaded)"
         )
 

@@ -129,13 +129,15 @@ class Program(nn.Module):
         return replace(self.case, **here).call(x)
 
 
+def export(case: Layer) -> torch.export.ExportedProgram:
+    shapes = {"x": {0: torch.export.Dim("count", max=64)}}
+    return torch.export.export(Program(case), (tokens(4, case.dim),), dynamic_shapes=shapes)
+
+
 def to_pte(case: Layer, path: Path) -> Path:
     from executorch.exir import to_edge
 
-    count = torch.export.Dim("count", max=64)
-    shapes = {"x": {0: count}}
-    program = torch.export.export(Program(case), (tokens(4, case.dim),), dynamic_shapes=shapes)
-    path.write_bytes(to_edge(program).to_executorch().buffer)
+    path.write_bytes(to_edge(export(case)).to_executorch().buffer)
     return path
 
 
@@ -301,6 +303,63 @@ def test_what_aborts_upstream_raises(name: str) -> None:
         arguments[position] = value
     with accelerate_upstream(), pytest.raises((RuntimeError, UnsupportedError), match=message):
         torch.ops.llama.quantized_moe_ffn(*arguments)
+
+
+TENSORS = ("x", "gate_weight", "expert_bias", "packed_w13", "packed_w2", "out")
+
+
+@pytest.mark.parametrize("position", range(6))
+def test_no_tensor_and_one_without_values_raise(position: int) -> None:
+    """Upstream's Meta kernel would hand out memory that nobody wrote."""
+    case = layer()
+    *arguments, out = [*case.arguments(tokens(3, case.dim)), torch.empty(3, case.dim)]
+    tensors = [*arguments[:5], out]
+    op, name = torch.ops.llama.quantized_moe_ffn, TENSORS[position]
+    for wrong, message in (
+        (
+            tensors[position].to("meta"),
+            r"gate_weight: is on cpu, x is on meta"
+            if position == 0
+            else f"{name}: is on meta, x is on cpu",
+        ),
+        (None, f"{name} is None"),
+    ):
+        *changed, into = [wrong if i == position else tensor for i, tensor in enumerate(tensors)]
+        with accelerate_upstream():
+            with pytest.raises((RuntimeError, UnsupportedError), match=message):
+                op.out(*changed, *arguments[5:], out=into)
+            if name != "out":
+                with pytest.raises((RuntimeError, UnsupportedError), match=message):
+                    op(*changed, *arguments[5:])
+
+
+def test_other_backends_do_not_reach_upstreams_kernel() -> None:
+    case = layer()
+    with accelerate_upstream(), pytest.raises(NotImplementedError, match=r"moepack::.*SparseCPU"):
+        case.call(tokens(3, case.dim).to_sparse())
+
+
+@pytest.mark.parametrize("group", [16, 32])
+def test_tracing_is_upstreams(group: int) -> None:
+    case = layer(group=group)
+    x = tokens(4, case.dim)
+    expected = export(case)
+    meta = [a.to("meta") if isinstance(a, Tensor) else a for a in case.arguments(x)]
+    with accelerate_upstream():
+        assert str(export(case).graph) == str(expected.graph)
+        assert torch.ops.llama.quantized_moe_ffn(*meta).is_meta
+        out = torch.empty(4, case.dim, device="meta")
+        assert torch.ops.llama.quantized_moe_ffn.out(*meta, out=out) is out
+        with pytest.raises(UnsupportedError, match="out is"):
+            torch.ops.llama.quantized_moe_ffn.out(*meta, out=out[:3])
+
+
+def test_nothing_stays_registered() -> None:
+    names = ("llama::quantized_moe_ffn", "llama::quantized_moe_ffn.out")
+    before = [torch._C._dispatch_dump(name) for name in names]
+    with accelerate_upstream():
+        assert [torch._C._dispatch_dump(name) for name in names] != before
+    assert [torch._C._dispatch_dump(name) for name in names] == before
 
 
 def test_a_route_scale_of_zero() -> None:
