@@ -3,13 +3,13 @@
 #include <charconv>
 #include <cstdint>
 #include <optional>
-#include <string_view>
+#include <string>
 #include <system_error>
 
 namespace runner {
 
 // Nothing unless the whole text is one, and within range.
-inline std::optional<std::int64_t> number(std::string_view text) {
+inline std::optional<std::int64_t> number(const std::string& text) {
   std::int64_t value = 0;
   const char* const end = text.data() + text.size();
   const auto read = std::from_chars(text.data(), end, value);
