@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from moepack import packing
-from moepack.errors import MoePackError, PackedFormatError, UnsupportedError
+from moepack.errors import MoePackError, PackedFormatError
 from moepack.json_text import read_object
 from moepack.manifest import (
     FILE_NAME,
@@ -23,35 +21,21 @@ from moepack.manifest import (
     content_differences,
     size_differences,
 )
-from moepack.program_file import Constant, ProgramFile, open_program
+from moepack.packed_stacks import (
+    PackedStack,
+    described,
+    mapped_stack,
+    packed_constants,
+    readonly,
+    stack_of,
+)
+from moepack.program_file import ProgramFile, open_program
 from moepack.runtime import executorch_runtime, missing_from_runtime
 from moepack.safetensors_file import open_tensors
-from moepack.universal_blob import UNIVERSAL_MAGIC, is_universal, read_header
 from moepack.weights_file import IDENTIFIER as WEIGHTS_IDENTIFIER
 from moepack.weights_file import WeightsFile, open_weights, weights_of
 
 _BLOB_MAGIC = b"MOEP"
-_MAGICS = (_BLOB_MAGIC, UNIVERSAL_MAGIC)
-_UNIVERSAL_TYPE = 1
-_OPERATORS = ("moepack::", "llama::quantized_moe_ffn")
-
-
-@dataclass(frozen=True)
-class PackedStack:
-    """One stacked tensor of packed experts, as its headers describe it.
-
-    Those of torchao's layout say how many bits a code has, and nothing of shape and group.
-    """
-
-    where: str
-    experts: int
-    bytes: int
-    scheme: str
-    rows: int | None
-    cols: int | None
-    row_order: str
-    version: int
-    layout: str = "moepack"
 
 
 @dataclass
@@ -170,9 +154,11 @@ def _inspect_program(path: Path, verify: bool) -> Inspection:
         verified=verify,
     )
     weights = _weights(file, result)
-    for where, constant in _packed_constants(file, weights):
-        stack = _stack(path, _data(file, weights, constant), constant.shape)
-        _add_stack(result, where, stack, verify)
+    for where, constant in packed_constants(file):
+        with _problems(result, where):
+            stack = stack_of(file, weights, constant)
+            if stack is not None:
+                _add_stack(result, where, stack, verify)
     return result
 
 
@@ -193,9 +179,10 @@ def _inspect_weights(path: Path, verify: bool) -> Inspection:
     file = open_weights(path)
     result = Inspection(str(path), "ExecuTorch weights", len(file.data), verified=verify)
     for name, stored in file.stored.items():
-        data = file.data[stored.segment.offset :]
+        data = file.bytes_of(name)
         if stored.shape is not None and data[:4] == _BLOB_MAGIC:
-            _add_stack(result, name, _stack(path, data, stored.shape), verify)
+            with _problems(result, name):
+                _add_stack(result, name, mapped_stack(data, stored.shape), verify)
     return result
 
 
@@ -209,42 +196,9 @@ def _missing(file: ProgramFile) -> list[str]:
         return sorted(file.operators()) + sorted(file.delegates())
 
 
-def _packed_constants(
-    file: ProgramFile, weights: WeightsFile | None
-) -> Iterator[tuple[str, Constant]]:
-    """Those of moepack's operators whose bytes begin like a blob, each once."""
-    seen: set[Constant] = set()
-    for method in file.methods:
-        calls = [call for call in method.calls if call.operator.startswith(_OPERATORS)]
-        for index, call in enumerate(calls):
-            packed = [c for c in call.constants if _data(file, weights, c)[:4] in _MAGICS]
-            for name, constant in zip(("w13", "w2"), packed, strict=False):
-                if constant not in seen:
-                    seen.add(constant)
-                    yield f"{method.name} call {index} {name}", constant
-
-
-def _data(file: ProgramFile, weights: WeightsFile | None, constant: Constant) -> memoryview:
-    """The file from where the constant begins; nothing if it is in a file that is not there."""
-    if not constant.name:
-        return file.data[constant.offset :]
-    if weights is None:
-        return memoryview(b"")
-    return weights.data[weights.stored[constant.name].segment.offset :]
-
-
-def _stack(path: Path, data: memoryview, shape: tuple[int, ...]) -> Tensor:
-    if len(shape) != 2 or min(shape) < 0 or math.prod(shape) > len(data):
-        raise MoePackError(
-            f"{path}: packed experts {list(shape)} in {len(data)} bytes; expected [E, bytes]"
-        )
-    mapped = np.frombuffer(data[: math.prod(shape)], dtype=np.uint8)
-    return _readonly(mapped).view(shape)
-
-
 def _inspect_blob(path: Path, verify: bool) -> Inspection:
     result = Inspection(str(path), "packed blob", path.stat().st_size, verified=verify)
-    blob = _readonly(np.fromfile(path, dtype=np.uint8))
+    blob = readonly(np.fromfile(path, dtype=np.uint8))
     _add_stack(result, path.name, blob[None], verify)
     return result
 
@@ -259,56 +213,16 @@ def _inspect_safetensors(path: Path, verify: bool) -> Inspection:
 
 
 def _add_stack(result: Inspection, where: str, stack: Tensor, verify: bool) -> None:
-    if len(stack) and is_universal(stack[0]):
-        _add_universal(result, where, stack)
-        return
+    found, problems = described(where, stack, verify)
+    result.problems += problems
+    if found is not None:
+        result.packed.append(found)
+
+
+@contextmanager
+def _problems(result: Inspection, where: str) -> Iterator[None]:
+    """What is no stack is described as a problem, next to what is."""
     try:
-        headers = [packing.read_header(blob) for blob in stack]
+        yield
     except PackedFormatError as error:
         result.problems.append(f"{where}: {error}")
-        return
-    first = headers[0]
-    for expert, (header, blob) in enumerate(zip(headers, stack, strict=True)):
-        if (header.scheme, header.rows, header.cols) != (first.scheme, first.rows, first.cols):
-            result.problems.append(
-                f"{where} expert {expert}: shape or scheme differs from expert 0"
-            )
-        if verify:
-            try:
-                packing.verify(blob)
-            except PackedFormatError as error:
-                result.problems.append(f"{where} expert {expert}: {error}")
-    result.packed.append(
-        PackedStack(
-            where=where,
-            experts=len(headers),
-            bytes=stack.numel(),
-            scheme=first.scheme.name,
-            rows=first.rows,
-            cols=first.cols,
-            row_order=first.row_order,
-            version=first.version,
-        )
-    )
-
-
-def _add_universal(result: Inspection, where: str, stack: Tensor) -> None:
-    try:
-        bits = {read_header(blob) for blob in stack}
-    except (PackedFormatError, UnsupportedError) as error:
-        result.problems.append(f"{where}: {error}")
-        return
-    if len(bits) > 1:
-        result.problems.append(f"{where}: codes of {sorted(bits)} bits in one stack")
-        return
-    kind = (f"int{bits.pop()}", None, None, "plain", _UNIVERSAL_TYPE, "torchao")
-    result.packed.append(PackedStack(where, len(stack), stack.numel(), *kind))
-
-
-def _readonly(array: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
-    """A tensor over bytes that nobody here writes; torch would warn about each."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(array)

@@ -35,23 +35,30 @@ class Segment:
 
 @dataclass(frozen=True)
 class Constant:
-    """A constant tensor of the program: its shape and where its bytes begin in the file.
+    """A constant tensor of the program: its shape, ExecuTorch's number of its dtype, and where its
+    bytes begin in the file.
 
     One with a `name` is kept under that name in a file of weights; `offset` says nothing then.
     """
 
     shape: tuple[int, ...]
+    scalar_type: int
     offset: int
     name: str = ""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator: constants and strings among its arguments, in order."""
+    """One call of an operator: its arguments, None for what is no constant tensor, and the strings
+    among them, in order."""
 
     operator: str
-    constants: tuple[Constant, ...]
+    arguments: tuple[Constant | None, ...]
     strings: tuple[str, ...]
+
+    @property
+    def constants(self) -> tuple[Constant, ...]:
+        return tuple(constant for constant in self.arguments if constant is not None)
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,12 @@ class ProgramFile:
 
     def delegates(self) -> set[str]:
         return {name for method in self.methods for name in method.delegates}
+
+    def constant_bytes(self, constant: Constant) -> memoryview:
+        """The constants of the program from where one of them begins; their sizes lie nowhere."""
+        segment = self.constant_segment
+        end = 0 if segment is None else segment.offset + segment.size
+        return self.data[constant.offset : end]
 
     def kept_apart(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors that lie in a file of weights (.ptd)."""
@@ -170,7 +183,7 @@ def _method(plan: Table, offsets: list[int]) -> Method:
                 calls.append(
                     Call(
                         operators[call.number(0, "<i")],
-                        tuple(constants[i] for i in arguments if i in constants),
+                        tuple(constants.get(i) for i in arguments),
                         tuple(_strings([values[i] for i in arguments])),
                     )
                 )
@@ -189,11 +202,12 @@ def _constant(value: Table, offsets: list[int]) -> Constant | None:
     tensor = value.table(1)
     if value.number(0, "<B") != _TENSOR or tensor is None:
         return None
-    shape, index, extra = tuple(tensor.numbers(2, "<i")), tensor.number(5, "<I"), tensor.table(9)
+    index, extra = tensor.number(5, "<I"), tensor.table(9)
+    kind = (tuple(tensor.numbers(2, "<i")), tensor.number(0, "<b"))
     if extra is not None and extra.number(2, "<b") == _EXTERNAL:
-        return Constant(shape, 0, extra.text(1))
+        return Constant(*kind, 0, extra.text(1))
     if index and tensor.table(6) is None:
-        return Constant(shape, offsets[index])
+        return Constant(*kind, offsets[index])
     return None
 
 

@@ -40,6 +40,10 @@ class WeightsFile:
     structure_bytes: int
     data: memoryview
 
+    def bytes_of(self, name: str) -> memoryview:
+        segment = self.stored[name].segment
+        return self.data[segment.offset : segment.offset + segment.size]
+
     def structure_digest(self) -> str:
         """sha256 of everything but weights; a runtime follows these bytes."""
         return hashlib.sha256(self.data[: self.structure_bytes]).hexdigest()

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
-from moepack import ops
-from moepack.acceleration import ARGUMENTS
 from moepack.acceleration import OPERATOR as UPSTREAM
 from moepack.attributes import UNGATED
 from moepack.converter.stacks import StackForm, integer_codes
-
-FFN, EXPERTS = "moepack::quantized_moe_ffn", "moepack::quantized_experts"
-STACKS = ("packed_w13", "packed_w2")
+from moepack.packed_stacks import OPERATORS, argument_names
 
 
 @dataclass(frozen=True)
@@ -82,12 +77,6 @@ class Call:
         self.instruction.args = [*arguments, *self.instruction.args[len(self.index) :]]
 
 
-def argument_names(operator: str) -> list[str]:
-    if operator == UPSTREAM:
-        return list(ARGUMENTS)
-    return list(signature(getattr(ops, operator.removeprefix("moepack::"))).parameters)
-
-
 def all_calls(plan: Any) -> Iterator[Any]:
     """Every instruction of a method that has arguments: calls of kernels and delegates."""
     for chain in plan.chains:
@@ -97,11 +86,10 @@ def all_calls(plan: Any) -> Iterator[Any]:
 
 
 def expert_calls(plan: Any) -> list[Call]:
-    operators = {UPSTREAM, FFN, EXPERTS}
     found = [
         call
         for call in all_calls(plan)
-        if hasattr(call, "op_index") and plan.operators[call.op_index].name in operators
+        if hasattr(call, "op_index") and plan.operators[call.op_index].name in OPERATORS
     ]
     return [
         Call(plan, instruction, f"method {plan.name!r} call {number}")

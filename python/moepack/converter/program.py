@@ -9,10 +9,11 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from moepack.acceleration import OPERATOR as UPSTREAM
-from moepack.converter.calls import FFN, STACKS, Call, added, all_calls, expert_calls
+from moepack.converter.calls import Call, added, all_calls, expert_calls
 from moepack.converter.stacks import ScaleChanges, StackForm
 from moepack.converter.upstream import require_expressible, to_moepack, to_upstream
 from moepack.errors import MoePackError, UnsupportedError
+from moepack.packed_stacks import FFN, STACKS
 from moepack.weights_file import WeightsFile
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from typing import Any
 from moepack.acceleration import ARGUMENTS, require_bias_fits, routing
 from moepack.acceleration import OPERATOR as UPSTREAM
 from moepack.attributes import ExpertAttributes
-from moepack.converter.calls import FFN, Call, added, argument_names
+from moepack.converter.calls import Call, added
 from moepack.errors import UnsupportedError
+from moepack.packed_stacks import FFN, argument_names
 
 _SHARED = ("x", "gate_weight", "expert_bias", "packed_w13", "packed_w2")
 # Attributes of moepack's operator that upstream's does not have, at what it computes.
