@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moepack.errors import UnsupportedError
+from moepack.errors import BadWeights, UnsupportedError
 from moepack.packing import RowOrder, pack_experts, unpack
 from moepack.quantizer import QuantizedMatrix
 from moepack.undo import Undoable
@@ -122,7 +122,25 @@ def _packing_kernel(bits: int) -> Callable[..., Tensor]:
                 f"torchao::{_op_name(bits)}: codes are {weight_qvals.dtype} "
                 f"{list(weight_qvals.shape)}; supported: int8 [N, K]"
             )
-        blob = encode(weight_qvals, weight_scales.float(), bits, group_size)
+        scales = _checked_scales(weight_scales, weight_qvals.shape, group_size, bits)
+        blob = encode(weight_qvals, scales, bits, group_size)
         return blob.view(torch.int8)  # torchao's kernel returns signed bytes
 
     return kernel
+
+
+def _checked_scales(scales: Tensor, shape: torch.Size, group: int, bits: int) -> Tensor:
+    """In fp32, which the layout holds; flat as torchao passes them, or [N, K / group]."""
+    rows, cols = shape
+    universal_bytes(bits, rows, cols, group)
+    groups = cols // group
+    if not scales.is_floating_point() or scales.shape not in ((rows * groups,), (rows, groups)):
+        raise UnsupportedError(
+            f"torchao::{_op_name(bits)}: scales are {scales.dtype} {list(scales.shape)}; supported "
+            f"for codes {list(shape)} in groups of {group}: floating point [{rows * groups}] or "
+            f"[{rows}, {groups}]"
+        )
+    found = scales.float()
+    if not bool(found.isfinite().all()):
+        raise BadWeights(f"torchao::{_op_name(bits)}: a scale is not finite in fp32")
+    return found

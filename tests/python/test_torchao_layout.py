@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moepack import ops
-from moepack.errors import PackedFormatError, UnsupportedError
+from moepack.errors import BadWeights, PackedFormatError, UnsupportedError
 from moepack.packing import pack_experts, unpack
 from moepack.quantizer import QuantizedMatrix, quantize
 from moepack.schemes import scheme
@@ -24,6 +24,7 @@ from moepack.torchao_layout import (
     universal_bytes,
     unpack_universal,
 )
+from moepack.universal_blob import read_universal
 
 INTEGER_SCHEMES = [f"int{bits}-g{group}" for bits in (4, 8) for group in (32, 64, 128)]
 
@@ -237,10 +238,57 @@ def test_packing_ops_refuse_what_they_do_not_write() -> None:
             pack(codes, scales, None, 32, None, "kleidiai")
         with pytest.raises(UnsupportedError, match=r"int8 \[N, K\]"):
             pack(codes.float(), scales, None, 32, None, None)
-        with pytest.raises(PackedFormatError, match="7 scales for 8 rows of 1 groups"):
-            pack(codes, scales[:7], None, 32, None, None)
         with pytest.raises(PackedFormatError, match=r"lie in -8 \.\. 7"):
             pack(codes + 8, scales, None, 32, None, None)
+
+
+@pytest.mark.parametrize(
+    "scales",
+    [
+        torch.ones(127),
+        torch.ones(2, 64),
+        torch.ones(64, 2, 1),
+        torch.ones(1, 128),
+        torch.tensor(1.0),
+        torch.ones(64, 2, dtype=torch.int32),
+        torch.ones(64, 2, dtype=torch.complex64),
+    ],
+    ids=lambda scales: f"{scales.dtype} {list(scales.shape)}",
+)
+def test_packing_ops_refuse_other_scales(scales: Tensor) -> None:
+    codes = torch.zeros(64, 64, dtype=torch.int8)
+    with install_packing_ops():
+        for pack in (
+            torch.ops.torchao._pack_8bit_act_4bit_weight,
+            torch.ops.torchao._pack_8bit_act_8bit_weight,
+        ):
+            with pytest.raises(UnsupportedError, match=r"floating point \[128\] or \[64, 2\]"):
+                pack(codes, scales, None, 32, None, None)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e300])
+def test_packing_ops_refuse_scales_that_fp32_does_not_hold(value: float) -> None:
+    codes, scales = torch.zeros(8, 32, dtype=torch.int8), torch.ones(8, dtype=torch.float64)
+    scales[3] = value
+    with (
+        install_packing_ops(),
+        pytest.raises(BadWeights, match="act_8bit_weight: a scale is not finite in fp32"),
+    ):
+        torch.ops.torchao._pack_8bit_act_8bit_weight(codes, scales, None, 32, None, None)
+
+
+def test_packing_ops_take_scales_of_any_float_flat_or_by_row() -> None:
+    codes = torch.arange(-64, 64, dtype=torch.int8).view(2, 64)
+    scales = torch.tensor([[0.5, -1.0], [2.0, 0.0]])
+    with install_packing_ops():
+        pack = torch.ops.torchao._pack_8bit_act_8bit_weight
+        expected = pack(codes, scales.flatten(), None, 32, None, None)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            assert torch.equal(pack(codes, scales.to(dtype), None, 32, None, None), expected)
+        assert torch.equal(pack(codes, scales.T.contiguous().T, None, 32, None, None), expected)
+    matrix = read_universal(expected, 2, 64, 32)
+    assert torch.equal(matrix.scales, scales)
+    assert torch.equal(matrix.codes, codes)
 
 
 def test_packing_ops_are_undone_and_never_doubled() -> None:
