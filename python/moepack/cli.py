@@ -13,6 +13,8 @@ from moepack.errors import MoePackError
 
 __all__ = ["app", "main"]
 
+_LONGEST_PATH = 200
+
 
 def main() -> None:
     """Errors are one line on stderr and exit code 1; MOEPACK_DEBUG shows where they came from.
@@ -50,12 +52,25 @@ def _main() -> None:
         _fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        _fail(_refused(error))
     except Exception as error:
-        text = str(error).strip() or "no message"
-        _fail(
-            f"unexpected {type(error).__name__}: {text.splitlines()[0]} "
-            "(MOEPACK_DEBUG=1 shows where)"
-        )
+        _fail(_unexpected(error))
+
+
+def _refused(error: OSError) -> str:
+    """What the system says of a path is no fault of moepack's."""
+    if not isinstance(error.filename, str | bytes) or error.strerror is None:
+        return _unexpected(error)
+    path = os.fsdecode(error.filename)
+    shown = path if len(path) <= _LONGEST_PATH else f"{path[:_LONGEST_PATH]}..."
+    return f"{shown}: {error.strerror}"
+
+
+def _unexpected(error: Exception) -> str:
+    text = str(error).strip() or "no message"
+    place = "MOEPACK_DEBUG=1 shows where"
+    return f"unexpected {type(error).__name__}: {text.splitlines()[0]} ({place})"
 
 
 def _fail(message: str) -> None:

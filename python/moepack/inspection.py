@@ -64,12 +64,12 @@ def inspect(path: str | Path, *, verify: bool = False) -> Inspection:
     Raises MoePackError when the file is missing, of no known kind, or too damaged to describe.
     """
     place = Path(path)
-    if place.is_dir():
+    try:
+        head = _head(place)
+    except OSError as error:
+        raise MoePackError(f"{place}: cannot be read: {error.strerror}") from error
+    if head is None:
         return _inspect_directory(place, verify)
-    if not place.is_file():
-        raise MoePackError(f"{place}: no such file")
-    with place.open("rb") as file:
-        head = file.read(8)
     if head[4:8] == b"ET12":
         return _inspect_program(place, verify)
     if head[4:8] == WEIGHTS_IDENTIFIER:
@@ -82,6 +82,16 @@ def inspect(path: str | Path, *, verify: bool = False) -> Inspection:
         f"{place}: neither an ExecuTorch program or its weights, nor an exported directory, nor a "
         "packed blob, nor a .safetensors file"
     )
+
+
+def _head(path: Path) -> bytes | None:
+    """The first bytes of a file, None for a directory."""
+    if path.is_dir():
+        return None
+    if not path.is_file():
+        raise MoePackError(f"{path}: no such file")
+    with path.open("rb") as file:
+        return file.read(8)
 
 
 def _inspect_directory(directory: Path, verify: bool) -> Inspection:

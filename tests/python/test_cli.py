@@ -22,6 +22,10 @@ COMMANDS = {
 }
 
 
+SMALL_BENCH = ("bench", "--shape", "64,48,4,2", "--tokens", "1", "--rounds", "1")
+LONG = "p" * 5000
+
+
 def call(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `moepack arguments`, run in this process."""
     kept = sys.argv
@@ -208,8 +212,7 @@ def test_bench_prints_a_table_and_writes_its_numbers(
 ) -> None:
     monkeypatch.setattr(bench, "_READ_BYTES", 4 << 20)
     monkeypatch.setattr(bench, "_MIN_LAYER_BYTES", 1 << 20)
-    arguments = ("bench", "--shape", "64,48,4,2", "--tokens", "1", "--rounds", "1")
-    code, out, err = call(capsys, *arguments, "--json", tmp_path / "found.json")
+    code, out, err = call(capsys, *SMALL_BENCH, "--json", tmp_path / "found.json")
     assert code == 0, err
     assert "of the limit" in out
     found = json.loads((tmp_path / "found.json").read_text())
@@ -256,6 +259,62 @@ def test_errors_are_one_line(
     assert len(lines) == 1
     assert expected in lines[0]
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["plan", LONG], "File name too long"),
+        (["inspect", LONG], "File name too long"),
+        (["run", LONG, "--prompt", "x"], "File name too long"),
+        (["eval", LONG, "--text", "x"], "File name too long"),
+        (["quantize", LONG, "-o", "out"], "File name too long"),
+        (["export", LONG, "-o", "out"], "File name too long"),
+        (["quantize", "loop", "-o", "out"], "loop: "),
+        (["export", "loop", "-o", "out"], "loop: "),
+        (["inspect", "loop"], "loop: "),
+        (["quantize", "model", "-o", "/proc/x"], "/proc/x: "),
+        (["inspect", "/proc/self/mem"], "/proc/self/mem: cannot be read: "),
+        ([*SMALL_BENCH, "--json", "/dev/full"], "/dev/full: cannot be written: No space left"),
+    ],
+    ids=lambda value: " ".join(value)[:24] if isinstance(value, list) else "",
+)
+def test_what_the_system_refuses_is_named(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: list[str],
+    expected: str,
+) -> None:
+    monkeypatch.setattr(bench, "_READ_BYTES", 4 << 20)
+    monkeypatch.setattr(bench, "_MIN_LAYER_BYTES", 1 << 20)
+    (tmp_path / "model").symlink_to(checkpoint("mixtral"))
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(capsys, *arguments)
+    assert code == 1
+    (line,) = [line for line in err.splitlines() if line.startswith("moepack: ")]
+    assert expected in line
+    assert "unexpected" not in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loop", "model"]
+
+
+def test_a_long_path_is_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = call(capsys, "plan", LONG)
+    assert err == f"moepack: {LONG[:200]}...: File name too long\n"
+
+
+def test_errors_without_a_path_stay_unexpected(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import moepack.doctor
+
+    def fail() -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(moepack.doctor, "diagnose", fail)
+    _, _, err = call(capsys, "doctor")
+    assert err.startswith("moepack: unexpected OSError: [Errno 5] Input/output error (MOEPACK_D")
 
 
 def test_unexpected_errors_are_one_line_too(

@@ -36,7 +36,10 @@ def print_result(value: Any, as_json: bool) -> None:
 
 
 def write_json(value: Any, path: Path) -> None:
-    path.write_text(json_text(value) + "\n", encoding="utf-8")
+    from moepack.staging import writing
+
+    with writing(path):
+        path.write_text(json_text(value) + "\n", encoding="utf-8")
 
 
 def print_json(value: Any) -> None:
