@@ -23,6 +23,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from moepack.boundary import run
 from moepack.errors import MoePackError, UnsupportedError
 from moepack.integrations.executorch import ExpertOptions, quantized_experts
 
@@ -49,19 +50,14 @@ def export_llm(arguments: Sequence[str]) -> None:
             given = _take_section(rest, stack) | given
         options = ExpertOptions(**{name: _value(name, text) for name, text in given.items()})
         stack.enter_context(_command_line([_PROGRAM, *rest]))
-        run = _upstream(rest)
+        export = _upstream(rest)
         stack.enter_context(quantized_experts(options, lambda r: print(r, file=sys.stderr)))
         stack.enter_context(_configuration_errors())
-        run()
+        export()
 
 
 def main() -> None:
-    """The command: errors are one line on stderr and exit code 1."""
-    try:
-        export_llm(sys.argv[1:])
-    except MoePackError as error:
-        print("moepack: " + " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(1)
+    run(lambda: export_llm(sys.argv[1:]))
 
 
 def _print_help() -> None:
@@ -73,18 +69,18 @@ def _upstream(arguments: Sequence[str]) -> Any:
     """Upstream's main function for the style in which the arguments are written."""
     configured = [a for a in arguments if a in ("--config", "--hydra") or _OVERRIDE.match(a)]
     if not configured:
-        from executorch.examples.models.llama.export_llama import main as run_flags
+        from executorch.examples.models.llama.export_llama import main as with_flags
 
-        return run_flags
+        return with_flags
     flags = _flag_parser()._option_string_actions
     if mixed := [a for a in arguments if a.startswith("--") and a.partition("=")[0] in flags]:
         raise UnsupportedError(
             f"{mixed[0]} beside {configured[0]}: give everything as flags, or everything as a.b=c "
             "and --config FILE"
         )
-    from executorch.extension.llm.export.export_llm import main as run_configured
+    from executorch.extension.llm.export.export_llm import main as configured_main
 
-    return run_configured
+    return configured_main
 
 
 def _flag_parser() -> ArgumentParser:

@@ -363,6 +363,22 @@ def test_a_program_with_upstreams_operator(tmp_path: Path) -> None:
     assert generated(tmp_path / "model.pte") == 7
 
 
+def test_both_commands_end_with_one_line(tmp_path: Path) -> None:
+    checkpoint, params = made_checkpoint(tmp_path)
+    checkpoint.write_bytes(b"no checkpoint")
+    for command in (["moepack.export_llm"], ["moepack.cli", "export-llm"]):
+        done = subprocess.run(
+            [sys.executable, "-m", *command, *flags(checkpoint, params, tmp_path)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith(f"moepack: {checkpoint}: missing, cut short")
+
+
 def test_help_names_both_kinds_of_arguments() -> None:
     out = run("-m", "moepack.cli", "export-llm", "--help")
     assert "moepack.scheme=NAME" in out
