@@ -6,7 +6,6 @@ Upstream does without what it cannot read, and logs what it cannot write.
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from moepack.errors import BadWeights, MoePackError, reported
 from moepack.json_text import read_object
+from moepack.staging import require_file, writing
 
 
 def require_files(config: Any) -> None:
@@ -55,32 +55,27 @@ def save_program(program: Any, name: str, output_dir: str = "") -> str:
     path = Path(name) if name.endswith(".pte") else Path(output_dir, f"{name}.pte")
     target, data = path.resolve(), Path(output_dir).resolve()
     hidden = f".{target.name}."
-    try:
-        with (
-            TemporaryDirectory(prefix=hidden, dir=target.parent) as draft,
-            TemporaryDirectory(prefix=hidden, dir=data) as data_drafts,
-        ):
-            written = Path(draft, target.name)
-            with written.open("wb") as file:
-                program.write_to_file(file)
-            program.write_tensor_data_to_file(outdir=data_drafts)
-            for finished in Path(data_drafts).iterdir():
-                finished.replace(data / finished.name)
-            written.replace(target)
-    except OSError as error:
-        raise _unwritable(path, error.strerror) from error
+    with (
+        writing(path),
+        TemporaryDirectory(prefix=hidden, dir=target.parent) as draft,
+        TemporaryDirectory(prefix=hidden, dir=data) as data_drafts,
+    ):
+        written = Path(draft, target.name)
+        with written.open("wb") as file:
+            program.write_to_file(file)
+        program.write_tensor_data_to_file(outdir=data_drafts)
+        for finished in Path(data_drafts).iterdir():
+            finished.replace(data / finished.name)
+        written.replace(target)
     return str(path)
 
 
 def _require_output(export: Any) -> None:
     name = export.output_name or ""
     output = Path(name) if name.endswith(".pte") else Path(export.output_dir, f"{name}.pte")
-    if not output.parent.is_dir():
-        raise _unwritable(output, f"{output.parent} is no directory")
-    if name and output.exists() and not output.is_file():
-        raise _unwritable(output, "something else than a file has this name")
-    if not os.access(output.parent, os.W_OK):
-        raise _unwritable(output, "Permission denied")
+    require_file(output)
+    if output.exists() and not output.is_file():
+        raise MoePackError(f"{output}: cannot be written; it is there and no regular file")
 
 
 def _require_metadata(text: str) -> None:
@@ -90,7 +85,3 @@ def _require_metadata(text: str) -> None:
         raise MoePackError(f"metadata {text!r} is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise MoePackError(f"metadata {text!r}; expected a JSON object")
-
-
-def _unwritable(path: Path, why: str | None) -> MoePackError:
-    return MoePackError(f"{path}: cannot be written: {why}")
