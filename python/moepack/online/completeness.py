@@ -17,7 +17,7 @@ from moepack.errors import BadWeights
 from moepack.online.filling import shortened
 from moepack.online.mapping import COMPUTED, NameMapping
 from moepack.online.stored import Decoder
-from moepack.safetensors_file import open_tensors, read_entries
+from moepack.safetensors_file import read_entries
 
 _WEIGHT = re.compile(r"\bexperts\.|(\.weight|_proj|_w|w[123])$")
 _EXPERT = re.compile(r"^(.*\bexperts\.)(\d+)(\..*)$")
@@ -47,9 +47,7 @@ def require_float(directory: Path) -> None:
 
     The library would take packed codes for numbers. For checkpoints that name no quantization.
     """
-    entries: dict[str, Any] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        entries.update(read_entries(file)[0])
+    entries = _entries(directory)
     decoder = Decoder(frozenset(entries))
     for name, entry in entries.items():
         is_weight = len(entry["shape"]) > 1 and _WEIGHT.search(name)
@@ -66,7 +64,7 @@ def require_layers(directory: Path, config: Any) -> None:
 
     Making a model takes time for every layer, whatever it is compared with then.
     """
-    stored = sum(len(read_entries(file)[0]) for file in directory.glob("*.safetensors"))
+    stored = len(_entries(directory))
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if stored and isinstance(layers, int) and layers > stored:
         raise BadWeights(
@@ -81,11 +79,8 @@ def require_weights(directory: Path, model: nn.Module) -> None:
     transformers makes room for all that config.json asks for, whatever is stored.
     """
     asked = sum(parameter.numel() for parameter in model.parameters())
-    stored = sum(
-        last - first
-        for file in directory.glob("*.safetensors")
-        for first, last in (entry["data_offsets"] for entry in read_entries(file)[0].values())
-    )
+    extents = (entry["data_offsets"] for entry in _entries(directory).values())
+    stored = sum(last - first for first, last in extents)
     if asked > 2 * stored:
         raise BadWeights(
             f"{directory}: config.json asks for {asked:,} weights, and the files hold {stored:,} "
@@ -110,15 +105,20 @@ def require_places(directory: Path, model: nn.Module, names: Iterable[str] | Non
 
 def missing_of_experts(directory: Path) -> list[str]:
     """Names that other experts of the same block have, and this one does not."""
-    names: set[str] = set()
-    for file in directory.glob("*.safetensors"):
-        with open_tensors(file) as opened:
-            names.update(opened.keys())
+    names = _entries(directory).keys()
     found = [match.groups() for name in names if (match := _EXPERT.match(name))]
     experts = {(block, number) for block, number, _ in found}
     parts = {(block, part) for block, _, part in found}
     expected = {f"{b}{number}{part}" for b, number in experts for c, part in parts if b == c}
     return sorted(expected - names)
+
+
+def _entries(directory: Path) -> dict[str, Any]:
+    """What the headers of all files say, by the name of the tensor."""
+    entries: dict[str, Any] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        entries.update(read_entries(file)[0])
+    return entries
 
 
 def _raise(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moepack import packing
-from moepack.errors import MoePackError, NoMoEBlock, reported
+from moepack.errors import MoePackError, NoMoEBlock
 from moepack.json_text import read_object
 from moepack.manifest import METHOD_NAME
 from moepack.modules import PackedExperts
@@ -28,7 +28,7 @@ from moepack.online.completeness import require_float, require_places
 from moepack.online.converted import Converted, described
 from moepack.online.files import Finishing, MappedFile, copy_tensors
 from moepack.online.filling import Filled, Filling
-from moepack.online.loading import Progress, Settings, meta_model, online_blocks, read_config
+from moepack.online.loading import Progress, Settings, described_model, online_blocks
 from moepack.online.mapping import NameMapping
 from moepack.online.memory import PeakMemory, available_bytes
 from moepack.online.sources import SafetensorsDirectory
@@ -83,9 +83,7 @@ class _Work:
     def __init__(self, source: Path, target: Path, settings: Settings) -> None:
         self.source, self.target, self.settings = source, target, settings
         self.stage = target.parent / f".{target.name}.unfinished"
-        with reported(source):
-            self.config = read_config(source)
-            self.model = meta_model(self.config, torch.float32)
+        self.config, self.model = described_model(source, torch.float32)
         self.tensors = SafetensorsDirectory(source)
         if getattr(self.config, "quantization_config", None) is None:
             require_float(source)

@@ -114,9 +114,7 @@ def load(
     NoMoEBlock, UnsupportedError, BadWeights (names, shapes, values), VerificationError (a class
     that computes something else, the SQNR floor).
     """
-    with reported(directory):
-        config = read_config(Path(directory))
-        model = meta_model(config, dtype)
+    config, model = described_model(Path(directory), dtype)
     if load_format != "dummy" and getattr(config, "quantization_config", None) is None:
         require_float(Path(directory))
     source: Source = (
@@ -137,9 +135,8 @@ def load_packed(directory: str | Path, *, dtype: torch.dtype = torch.float32) ->
     What was left in FP8 or MXFP4 is dequantized. Raises BadWeights if tensors are missing
     or have no place in the model.
     """
+    config, model = described_model(Path(directory), dtype)
     with reported(directory):
-        config = read_config(Path(directory))
-        model = meta_model(config, dtype)
         place_empty(model, settings_of(config.quantization_config))
     source = SafetensorsDirectory(Path(directory))
 
@@ -169,6 +166,16 @@ def read_config(directory: Path) -> Any:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     require_layers(directory, config)
     return config
+
+
+def described_model(directory: Path, dtype: torch.dtype) -> tuple[Any, nn.Module]:
+    """The config of a checkpoint directory and the model that it describes, without weights.
+
+    Raises MoePackError naming the directory and the reason.
+    """
+    with reported(directory):
+        config = read_config(directory)
+        return config, meta_model(config, dtype)
 
 
 def place_empty(model: nn.Module, settings: Settings) -> None:
