@@ -183,11 +183,7 @@ def test_packed_checkpoints_are_held_to_the_same(
 def test_config_of_any_size_is_refused_without_memory_for_it(
     is_packed: bool, tmp_path: Path
 ) -> None:
-    directory = write_checkpoint(made_model("olmoe"), tmp_path / "model")
-    if is_packed:
-        loaded = load_model(directory)
-        moepack.quantize_(loaded)
-        directory = save_packed(loaded, directory, tmp_path / "packed")
+    directory = _made(tmp_path, is_packed)
     _change_config(directory, {"vocab_size": 1 << 40})
     expected = "1099511627776" if is_packed else r"asks for [\d,]{18,} weights"
     with pytest.raises(BadWeights, match=expected):
@@ -197,11 +193,7 @@ def test_config_of_any_size_is_refused_without_memory_for_it(
 # Each layer takes time to make, before anything is compared.
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_more_layers_than_tensors_are_refused_unmade(is_packed: bool, tmp_path: Path) -> None:
-    directory = write_checkpoint(made_model("olmoe"), tmp_path / "model")
-    if is_packed:
-        loaded = load_model(directory)
-        moepack.quantize_(loaded)
-        directory = save_packed(loaded, directory, tmp_path / "packed")
+    directory = _made(tmp_path, is_packed)
     _change_config(directory, {"num_hidden_layers": 1 << 40})
     expected = r"asks for 1,099,511,627,776 layers, and the files hold \d+ tensors"
     with pytest.raises(BadWeights, match=expected):
@@ -209,6 +201,15 @@ def test_more_layers_than_tensors_are_refused_unmade(is_packed: bool, tmp_path: 
     if not is_packed:
         with pytest.raises(BadWeights, match=expected):
             quantize_checkpoint(directory, tmp_path / "out")
+
+
+def _made(folder: Path, is_packed: bool) -> Path:
+    source = write_checkpoint(made_model("olmoe"), folder / "model")
+    if not is_packed:
+        return source
+    loaded = load_model(source)
+    moepack.quantize_(loaded)
+    return save_packed(loaded, source, folder / "packed")
 
 
 def _change_config(directory: Path, settings: dict[str, Any]) -> None:

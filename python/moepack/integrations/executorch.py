@@ -17,7 +17,7 @@ from torch import nn
 
 from moepack.errors import BadWeights, MoePackError, NoMoEBlock, UnsupportedError, reported
 from moepack.families import executorch as family
-from moepack.integrations.export_files import require_files, save_program, stored_weights
+from moepack.integrations.export_files import require_files, save_program
 from moepack.modules import QuantizedMoEFFN
 from moepack.schemes import Scheme, scheme
 from moepack.torchao_layout import install_packing_ops
@@ -105,13 +105,13 @@ def quantized_experts(
                 "moepack's options for experts are given, but use_moe_quantized_op is not set; add "
                 "model.use_moe_quantized_op=True or --use_moe_quantized_op"
             )
-        require_files(config)
+        stored = require_files(config)
         with reported(f"{checkpoint or 'the model'} as {config.base.params or 'it is built in'}"):
             loaded = upstream_load(config)
         if packs and checkpoint is None:
             _randomize(loaded.model)
         elif packs:
-            _check_checkpoint(loaded.model, checkpoint)
+            _check_checkpoint(loaded.model, checkpoint, stored)
         return loaded
 
     with ExitStack() as undo:
@@ -142,7 +142,7 @@ def _randomize(model: nn.Module) -> None:
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
 
-def _check_checkpoint(model: nn.Module, checkpoint: str) -> None:
+def _check_checkpoint(model: nn.Module, checkpoint: str, stored: list[str]) -> None:
     """Upstream asks for missing names that end in ".weight"; those of experts do not."""
     prefixes = tuple(f"{path}." for path in _blocks(model))
     weights = model.state_dict()
@@ -155,7 +155,7 @@ def _check_checkpoint(model: nn.Module, checkpoint: str) -> None:
         )
     unused = [
         name
-        for name in stored_weights(checkpoint)
+        for name in stored
         if name not in weights and (name.startswith(prefixes) or _NAMED_LIKE_EXPERTS.search(name))
     ]
     if unused:

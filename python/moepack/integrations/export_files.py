@@ -12,39 +12,38 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moepack.errors import BadWeights, MoePackError, reported
 from moepack.json_text import read_object
 from moepack.staging import require_file, writing
 
 
-def require_files(config: Any) -> None:
+def require_files(config: Any) -> list[str]:
     """Checks the output, the metadata, the params file and the checkpoint of a configuration.
 
-    Raises MoePackError naming the file or the option, BadWeights for a checkpoint without weights.
+    Returns the names of the stored weights. Raises MoePackError naming the file or the option,
+    BadWeights for a checkpoint without weights.
     """
     _require_output(config.export)
     if config.base.metadata:
         _require_metadata(config.base.metadata)
     if config.base.params:
         read_object(Path(config.base.params))
-    if config.base.checkpoint is not None and not stored_weights(config.base.checkpoint):
-        raise BadWeights(f"{config.base.checkpoint}: holds no weights")
+    return [] if config.base.checkpoint is None else _stored_names(config.base.checkpoint)
 
 
-def stored_weights(checkpoint: str | Path) -> dict[str, Tensor]:
-    """What a checkpoint of torch.save holds, mapped, by name; upstream allows a "model" around it.
-
-    Raises MoePackError if it cannot be read.
-    """
+def _stored_names(checkpoint: str) -> list[str]:
+    """Upstream takes what torch.save has written, also with a "model" around it."""
     if not zipfile.is_zipfile(checkpoint):
         raise MoePackError(
             f"{checkpoint}: missing, cut short, or no checkpoint of torch.save (a .pth file)"
         )
     with reported(checkpoint):
         held = torch.load(checkpoint, map_location="cpu", mmap=True)
-        return dict(held.get("model", held))
+        names = list(dict(held.get("model", held)))
+    if not names:
+        raise BadWeights(f"{checkpoint}: holds no weights")
+    return names
 
 
 def save_program(program: Any, name: str, output_dir: str = "") -> str:
@@ -52,7 +51,7 @@ def save_program(program: Any, name: str, output_dir: str = "") -> str:
 
     They appear complete, the program last. Raises MoePackError if they cannot be written.
     """
-    path = Path(name) if name.endswith(".pte") else Path(output_dir, f"{name}.pte")
+    path = _output(name, output_dir)
     target, data = path.resolve(), Path(output_dir).resolve()
     hidden = f".{target.name}."
     with (
@@ -70,9 +69,13 @@ def save_program(program: Any, name: str, output_dir: str = "") -> str:
     return str(path)
 
 
+def _output(name: str, output_dir: str) -> Path:
+    """As upstream understands a name."""
+    return Path(name) if name.endswith(".pte") else Path(output_dir, f"{name}.pte")
+
+
 def _require_output(export: Any) -> None:
-    name = export.output_name or ""
-    output = Path(name) if name.endswith(".pte") else Path(export.output_dir, f"{name}.pte")
+    output = _output(export.output_name or "", export.output_dir)
     require_file(output)
     if output.exists() and not output.is_file():
         raise MoePackError(f"{output}: cannot be written; it is there and no regular file")
