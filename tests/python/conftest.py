@@ -18,3 +18,9 @@ def default_isa_and_threads() -> Iterator[None]:
     yield
     ops.force_isa(None)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def upstreams_operator() -> None:
+    """For tests that call it: ExecuTorch's library of custom operators is loaded."""
+    import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401
